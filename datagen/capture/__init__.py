@@ -1,0 +1,1 @@
+"""The seam through which an engine hands hidden states over. Imports nothing, like its parent."""

@@ -1,0 +1,147 @@
+"""The spool: files through which an engine hands hidden states to the collector. Stdlib only.
+
+One safetensors file per capture request, named `<sha256(rid)[:32]>.safetensors`, published whole by
+rename with mode 0600. Tensors, in this order:
+    rows       [n, (K+1)*H]  BF16 (F16, F32)  K boundaries in order, then the final state; row i = token i
+    input_ids  [n]           I32              the ids the engine prefilled
+    crc32      [1]           U32              zlib.crc32 of the bytes of `rows`
+`__metadata__` holds strings: rid, boundaries (comma separated Hugging Face indices), hidden,
+final_norm, server. `<path>.err` appears in place of the file when the write failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIX = ".safetensors"
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+MAX_HEADER_BYTES = 1 << 20
+
+
+class SpoolError(Exception):
+    """A spool file is torn, inconsistent or not what was asked for; the capture must be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolFile:
+    """One verified capture. `rows` is a buffer of n * width items of `dtype`, row-major."""
+
+    rid: str
+    n_tokens: int
+    width: int
+    dtype: str
+    boundaries: tuple[int, ...]
+    hidden: int
+    final_norm: str
+    server: str
+    rows: memoryview
+    input_ids: tuple[int, ...]
+
+
+def spool_path(directory: str | Path, rid: str) -> Path:
+    """Where the capture of request `rid` appears; the name cannot leave `directory`."""
+    return Path(directory) / (hashlib.sha256(rid.encode()).hexdigest()[:32] + SUFFIX)
+
+
+def write_spool(
+    path: Path,
+    *,
+    rows: Sequence[bytes | memoryview],
+    n_tokens: int,
+    width: int,
+    dtype: str,
+    input_ids: bytes | memoryview,
+    metadata: Mapping[str, str],
+) -> int:
+    """Publish one capture atomically; returns its size in bytes.
+
+    `rows`: consecutive row-major pieces; `input_ids`: little-endian int32. Raises ValueError when
+    the pieces do not add up, OSError when the write fails (nothing is left behind).
+    """
+    pieces = [memoryview(p).cast("B") for p in rows]
+    end = sum(p.nbytes for p in pieces)
+    ids = memoryview(input_ids).cast("B")
+    if end != n_tokens * width * ITEM_BYTES[dtype] or ids.nbytes != 4 * n_tokens:
+        raise ValueError(f"{end} bytes of rows and {ids.nbytes} of ids for {n_tokens} x {width} {dtype}")
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    header = json.dumps(
+        {
+            "__metadata__": dict(metadata),
+            "rows": {"dtype": dtype, "shape": [n_tokens, width], "data_offsets": [0, end]},
+            "input_ids": {
+                "dtype": "I32", "shape": [n_tokens], "data_offsets": [end, end + ids.nbytes]},
+            "crc32": {
+                "dtype": "U32", "shape": [1],
+                "data_offsets": [end + ids.nbytes, end + ids.nbytes + 4]},
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    parts: Iterable[bytes | memoryview] = (
+        struct.pack("<Q", len(header)), header, *pieces, ids, struct.pack("<I", crc))
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
+            for part in parts:
+                f.write(part)
+            size = f.tell()
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def read_spool(path: Path) -> SpoolFile:
+    """Map and verify one capture: header, lengths, checksum. Raises SpoolError, FileNotFoundError.
+
+    The rows stay mapped (no copy) and remain valid after the file is unlinked.
+    """
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        if size < 16:
+            raise SpoolError(f"{path}: {size} bytes is no safetensors file")
+        view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+    (length,) = struct.unpack_from("<Q", view)
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise SpoolError(f"{path}: header of {length} bytes in a file of {size}")
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+        meta, rows_at = header["__metadata__"], header["rows"]
+        n_tokens, width = map(int, rows_at["shape"])
+        dtype = str(rows_at["dtype"])
+        end = n_tokens * width * ITEM_BYTES[dtype]
+        expected = {"rows": [0, end], "input_ids": [end, end + 4 * n_tokens],
+                    "crc32": [end + 4 * n_tokens, end + 4 * n_tokens + 4]}
+        for name, offsets in expected.items():
+            if header[name]["data_offsets"] != offsets:
+                raise SpoolError(f"{path}: tensor {name} lies at {header[name]['data_offsets']}, not {offsets}")
+        boundaries = tuple(int(b) for b in meta["boundaries"].split(","))
+        hidden, final_norm = int(meta["hidden"]), str(meta["final_norm"])
+        rid, server = str(meta["rid"]), str(meta["server"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise SpoolError(f"{path}: unreadable header: {type(e).__name__}: {e}") from e
+    base = 8 + length
+    if n_tokens < 1 or width < 1 or size != base + end + 4 * n_tokens + 4:
+        raise SpoolError(f"{path}: {size} bytes do not hold {n_tokens} x {width} {dtype}")
+    rows = view[base : base + end]
+    (crc,) = struct.unpack_from("<I", view, size - 4)
+    if zlib.crc32(rows) != crc:
+        raise SpoolError(f"{path}: checksum of the rows differs")
+    ids = struct.unpack_from(f"<{n_tokens}i", view, base + end)
+    return SpoolFile(rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids)
+
+
+def discard(path: Path) -> None:
+    """Remove a capture and its error note; absent files are fine."""
+    path.unlink(missing_ok=True)
+    path.with_name(path.name + ".err").unlink(missing_ok=True)

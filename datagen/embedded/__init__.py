@@ -1,0 +1,1 @@
+"""The built-in target: a real small model behind the API of SGLang that this project uses."""

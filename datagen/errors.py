@@ -1,0 +1,70 @@
+"""The error tree. Every error is one line that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class DatagenError(Exception):
+    """Base of every error a user can meet; its text is `what (where): fix`, on one line."""
+
+    def __init__(self, what: str, *, where: str | Path | None = None, fix: str | None = None):
+        self.what, self.where, self.fix = what, None if where is None else str(where), fix
+        text = what if where is None else f"{what} ({where})"
+        super().__init__(" ".join((text if fix is None else f"{text}: {fix}").split()))
+
+
+class ConfigError(DatagenError):
+    """A setting is unknown, of the wrong type, or contradicts another."""
+
+
+class MixError(ConfigError):
+    """A mix file is missing, malformed, or its counts do not add up."""
+
+
+class PromptDataError(DatagenError):
+    """A prompt data file is missing, unreadable or truncated."""
+
+
+class ProfileError(ConfigError):
+    """A target profile is unknown or malformed."""
+
+
+class RunLocked(DatagenError):
+    """Another live process owns the run directory."""
+
+
+class FingerprintMismatch(DatagenError):
+    """The run directory holds rows made under other settings; the fields that differ are named."""
+
+
+class CorruptFile(DatagenError):
+    """A file on disk fails its checksum, its schema or its own length."""
+
+
+class StorageFull(DatagenError):
+    """A file system has no room for the next write."""
+
+
+class EndpointDown(DatagenError):
+    """No server answers at an address."""
+
+
+class WrongTarget(DatagenError):
+    """A server answers but serves another model than the profile names."""
+
+
+class CaptureUnproven(DatagenError):
+    """The hidden states a server hands over are not what the drafter will be fed."""
+
+
+class VerifyFailed(DatagenError):
+    """A finished or partial run does not hold what its records say."""
+
+
+class PrefectUnavailable(DatagenError):
+    """The Prefect server does not answer."""
+
+
+class Interrupted(DatagenError):
+    """The run was stopped on request; everything finished is on disk."""

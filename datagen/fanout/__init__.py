@@ -1,0 +1,1 @@
+"""Many requests over many servers: queue, windows, breakers."""

@@ -1,0 +1,1 @@
+"""Prompt sources: mix, reader, normalisation, deduplication, split, plan."""

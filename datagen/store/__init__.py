@@ -1,0 +1,1 @@
+"""Every on-disk format, each with one owner."""
