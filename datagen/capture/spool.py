@@ -70,7 +70,9 @@ def write_spool(
     end = sum(p.nbytes for p in pieces)
     ids = memoryview(input_ids).cast("B")
     if end != n_tokens * width * ITEM_BYTES[dtype] or ids.nbytes != 4 * n_tokens:
-        raise ValueError(f"{end} bytes of rows and {ids.nbytes} of ids for {n_tokens} x {width} {dtype}")
+        raise ValueError(
+            f"{end} bytes of rows and {ids.nbytes} of ids for {n_tokens} x {width} {dtype}"
+        )
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
@@ -79,15 +81,25 @@ def write_spool(
             "__metadata__": dict(metadata),
             "rows": {"dtype": dtype, "shape": [n_tokens, width], "data_offsets": [0, end]},
             "input_ids": {
-                "dtype": "I32", "shape": [n_tokens], "data_offsets": [end, end + ids.nbytes]},
+                "dtype": "I32",
+                "shape": [n_tokens],
+                "data_offsets": [end, end + ids.nbytes],
+            },
             "crc32": {
-                "dtype": "U32", "shape": [1],
-                "data_offsets": [end + ids.nbytes, end + ids.nbytes + 4]},
+                "dtype": "U32",
+                "shape": [1],
+                "data_offsets": [end + ids.nbytes, end + ids.nbytes + 4],
+            },
         }
     ).encode()
     header += b" " * (-len(header) % 8)
     parts: Iterable[bytes | memoryview] = (
-        struct.pack("<Q", len(header)), header, *pieces, ids, struct.pack("<I", crc))
+        struct.pack("<Q", len(header)),
+        header,
+        *pieces,
+        ids,
+        struct.pack("<I", crc),
+    )
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
@@ -120,11 +132,16 @@ def read_spool(path: Path) -> SpoolFile:
         n_tokens, width = map(int, rows_at["shape"])
         dtype = str(rows_at["dtype"])
         end = n_tokens * width * ITEM_BYTES[dtype]
-        expected = {"rows": [0, end], "input_ids": [end, end + 4 * n_tokens],
-                    "crc32": [end + 4 * n_tokens, end + 4 * n_tokens + 4]}
+        expected = {
+            "rows": [0, end],
+            "input_ids": [end, end + 4 * n_tokens],
+            "crc32": [end + 4 * n_tokens, end + 4 * n_tokens + 4],
+        }
         for name, offsets in expected.items():
             if header[name]["data_offsets"] != offsets:
-                raise SpoolError(f"{path}: tensor {name} lies at {header[name]['data_offsets']}, not {offsets}")
+                raise SpoolError(
+                    f"{path}: tensor {name} lies at {header[name]['data_offsets']}, not {offsets}"
+                )
         boundaries = tuple(int(b) for b in meta["boundaries"].split(","))
         hidden, final_norm = int(meta["hidden"]), str(meta["final_norm"])
         rid, server = str(meta["rid"]), str(meta["server"])

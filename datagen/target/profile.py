@@ -79,7 +79,9 @@ class Profile(StrictModel):
 def profile_names() -> list[str]:
     """Names of the shipped profiles."""
     folder = resources.files("datagen") / "targets"
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
 
 
 def load_profile(name_or_path: str) -> Profile:
