@@ -1,0 +1,36 @@
+"""The seam between the dispatcher and a server: what a row needs, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from datagen.target.client import Capture, Generation
+from datagen.target.profile import Sampling
+
+
+class Endpoint(Protocol):
+    """A server that answers rows; `SGLangClient` is one, tests script another."""
+
+    url: str
+
+    async def healthy(self) -> bool:
+        """True when the server answers now."""
+        ...
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        rid: str,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int | None,
+    ) -> Generation:
+        """Answer a context; raises RowFailure, CapacityFailure, EndpointFailure."""
+        ...
+
+    async def capture(self, input_ids: Sequence[int], *, rid: str) -> Capture:
+        """Have the hidden states of a sample written to the spool; raises as `generate`."""
+        ...
