@@ -52,7 +52,7 @@ class Priority(IntEnum):
     FIRST_TURN = 2
 
 
-class Rejected(Exception):  # noqa: N818 - an outcome of a row, not a fault of the program
+class Rejected(Exception):
     """A row cannot be collected; `reason` goes into the books."""
 
     def __init__(self, reason: str, detail: str, attempts: int) -> None:
@@ -82,6 +82,7 @@ class _Row:
     deaths: int = 0
     not_before: float = 0.0
     avoid: str | None = None
+    flight: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -186,8 +187,11 @@ class Dispatcher:
         self._pump()
         try:
             return await row.future
-        finally:
-            row.future.cancel()  # no effect once it is done; else the row is skipped when popped
+        except asyncio.CancelledError:
+            row.future.cancel()  # a queued row is skipped when popped
+            if row.flight is not None:
+                row.flight.cancel()  # the client aborts the request on the server
+            raise
 
     def stop(self, why: BaseException) -> None:
         """Send nothing more: queued rows fail with `why`, rows at a server may still finish."""
@@ -227,9 +231,9 @@ class Dispatcher:
             elsewhere = [s for s in open_servers if s.endpoint.url != row.avoid]
             server = min(elsewhere or open_servers, key=lambda s: s.window.load)
             server.window.admit()
-            task = asyncio.create_task(self._fly(row, server))
-            self._flights.add(task)
-            task.add_done_callback(self._flights.discard)
+            row.flight = asyncio.create_task(self._fly(row, server))
+            self._flights.add(row.flight)
+            row.flight.add_done_callback(self._flights.discard)
         for row in later:
             heapq.heappush(self._queue, (row.priority, row.order, row))
 
