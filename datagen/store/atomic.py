@@ -1,0 +1,67 @@
+"""Writes that are whole or absent: temporary name in the same directory, fsync, rename, fsync it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from datagen.errors import StorageFull
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn 'no space' and 'over quota' into StorageFull naming `path`; other errors pass."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            raise StorageFull(
+                f"no space left to write: {os.strerror(e.errno)}",
+                where=path,
+                fix="free space and run the same command again: what is committed stays",
+            ) from e
+        raise
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make renames and new names in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_durably(temporary: Path, path: Path) -> None:
+    """Give a finished, already synced file its final name."""
+    with storage_errors(path):
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a whole file, durably; a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with storage_errors(path):
+        try:
+            with open(temporary, "wb") as f:
+                f.write(content)
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        replace_durably(temporary, path)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """`write_atomic` of indented JSON; NaN and infinity become null."""
+    write_atomic(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")

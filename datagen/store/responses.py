@@ -1,0 +1,92 @@
+"""responses-NNN.arrow: what the target answered, one record batch per sample.
+
+Columns (SCHEMA): ids are the engine's, int32; `text` is for people and for later turns, never the
+source of ids; times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+FORMAT = "datagen.responses.1"
+SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
+        pa.field("context_ids", pa.large_list(pa.int32()), nullable=False),
+        pa.field("response_ids", pa.large_list(pa.int32()), nullable=False),
+        pa.field("text", pa.large_string(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("stop_reason_detail", pa.string()),
+        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("completion_tokens", pa.int32(), nullable=False),
+        pa.field("cached_tokens", pa.int32(), nullable=False),
+        pa.field("num_retractions", pa.int32(), nullable=False),
+        pa.field("spec_verify_ct", pa.int32()),
+        pa.field("seed", pa.int64()),
+        pa.field("endpoint", pa.string(), nullable=False),
+        pa.field("attempts", pa.int32(), nullable=False),
+        pa.field("queue_s", pa.float64(), nullable=False),
+        pa.field("server_s", pa.float64(), nullable=False),
+    ],
+    metadata={"format": FORMAT},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One generation. `context_ids`, `response_ids`: int32 [n]; the stop token is included."""
+
+    prompt_id: str
+    turn: int
+    context_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    text: str
+    finish_reason: str
+    stop_reason_detail: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    spec_verify_ct: int | None
+    seed: int | None
+    endpoint: str
+    attempts: int
+    queue_s: float
+    server_s: float
+
+    @property
+    def sample_id(self) -> str:
+        """`<prompt_id>-<turn>`."""
+        return f"{self.prompt_id}-{self.turn}"
+
+
+FIELDS = tuple(f.name for f in fields(Response))
+
+
+def to_batch(response: Response) -> pa.RecordBatch:
+    """One row in SCHEMA. Lone surrogates, which Arrow's UTF-8 cannot hold, become U+FFFD."""
+    row: dict[str, Any] = {name: getattr(response, name) for name in FIELDS}
+    row["text"] = response.text.encode("utf-8", "replace").decode()
+    row["sample_id"] = response.sample_id
+    return pa.record_batch(
+        [pa.array([row[field.name]], type=field.type) for field in SCHEMA], schema=SCHEMA
+    )
+
+
+def from_batch(batch: pa.RecordBatch, row: int = 0) -> Response:
+    """The response at `row` of a batch."""
+    values: dict[str, Any] = {}
+    for name in FIELDS:
+        cell = batch.column(name)[row]
+        if name in ("context_ids", "response_ids"):
+            values[name] = np.array(cell.values.to_numpy(), dtype=np.int32)
+        else:
+            values[name] = cell.as_py()
+    return Response(**values)
