@@ -1,0 +1,187 @@
+"""An Arrow IPC file while it grows: rows with known end offsets, recovery, seal.
+
+Until it is sealed the file is named `.part` and has no footer, but from byte 8 on it is an Arrow
+stream: every batch up to a journaled end offset can be read back whatever follows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from datagen.errors import CorruptFile
+from datagen.store.atomic import fsync_dir, replace_durably, storage_errors
+from datagen.store.layout import part
+
+MAGIC_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A finished file: rows, bytes, sha256 of its whole content."""
+
+    path: Path
+    rows: int
+    n_bytes: int
+    sha256: str
+
+
+class _HashingFile(io.RawIOBase):
+    """An append-only file that hashes what passes through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by `close`
+        self.sha256 = hashlib.sha256()
+        self.position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.sha256.update(view)
+        self.position += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class ArrowPart:
+    """A file being written. One writer; nothing is durable before `sync`."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self.schema, self.rows = path, schema, 0
+        with storage_errors(path):
+            self._sink = _HashingFile(part(path))
+            self._writer = pa.ipc.new_file(self._sink, schema)
+            fsync_dir(path.parent)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes written so far."""
+        return self._sink.position
+
+    def append(self, batch: pa.RecordBatch) -> int:
+        """Write one row; returns its end offset."""
+        with storage_errors(self.path):
+            self._writer.write_batch(batch)
+        self.rows += 1
+        return self._sink.position
+
+    def sync(self) -> None:
+        """Wait until everything appended is on disk."""
+        with storage_errors(self.path):
+            self._sink.sync()
+
+    def seal(self) -> SealedFile:
+        """Footer, sync, final name."""
+        with storage_errors(self.path):
+            self._writer.close()
+            self._sink.sync()
+            n_bytes, sha256 = self._sink.position, self._sink.sha256.hexdigest()
+            self._sink.close()
+            replace_durably(part(self.path), self.path)
+        return SealedFile(self.path, self.rows, n_bytes, sha256)
+
+    def abandon(self) -> None:
+        """Close without sealing; what was synced can be recovered."""
+        self._sink.close()
+
+
+class Batches:
+    """The record batches of a file, by index."""
+
+    def __init__(self, path: Path, schema: pa.Schema, source: Any, count: int) -> None:
+        self._path, self.schema, self._source, self._count = path, schema, source, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> pa.RecordBatch:
+        """Batch `index`, validated; raises CorruptFile naming file and row."""
+        try:
+            source = self._source
+            batch = source[index] if isinstance(source, list) else source.get_batch(index)
+            batch.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as e:
+            raise CorruptFile(
+                f"row {index}: {e}", where=self._path, fix="run `datagen verify`"
+            ) from e
+        if batch.num_rows != 1:
+            raise CorruptFile(f"row {index}: a batch of {batch.num_rows} rows", where=self._path)
+        return batch
+
+
+def open_batches(path: Path, *, end: int | None = None) -> Batches:
+    """A sealed file, or with `end` the batches of a `.part` up to that offset.
+
+    Raises CorruptFile. Mapped, not read.
+    """
+    try:
+        mapped = pa.memory_map(str(path))
+        if end is None:
+            reader = pa.ipc.open_file(mapped)
+            return Batches(path, reader.schema, reader, reader.num_record_batches)
+        whole = mapped.read_buffer()
+        if whole.size < end:
+            raise CorruptFile(
+                f"{whole.size} bytes, the journal promises {end}",
+                where=path,
+                fix="restore the file, or collect into a new run",
+            )
+        stream = pa.ipc.open_stream(whole.slice(MAGIC_BYTES, end - MAGIC_BYTES))
+        batches = list(stream)
+        return Batches(path, stream.schema, batches, len(batches))
+    except (pa.ArrowException, OSError, ValueError) as e:
+        raise CorruptFile(f"no Arrow file can be read: {e}", where=path) from e
+
+
+def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
+    """Make a sealed file of the first `rows` rows of the `.part` left by a killed writer.
+
+    `end`: journaled end offset of the last of them. Returns None when the sealed file is already
+    there (the kill came after its rename) or when no row was journaled. Raises CorruptFile.
+    """
+    left = part(path)
+    if path.exists() or rows == 0:
+        left.unlink(missing_ok=True)
+        return None
+    batches = open_batches(left, end=end)
+    if len(batches) != rows:
+        raise CorruptFile(
+            f"{len(batches)} rows up to byte {end}, the journal promises {rows}", where=left
+        )
+    copy = ArrowPart(path.with_name(path.name + ".recovered"), batches.schema)
+    for index in range(rows):
+        copy.append(batches[index])
+    sealed = copy.seal()
+    replace_durably(sealed.path, path)
+    left.unlink()
+    fsync_dir(path.parent)
+    return SealedFile(path, sealed.rows, sealed.n_bytes, sealed.sha256)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -1,0 +1,142 @@
+"""`plane`: lossless bf16 at the entropy limit.
+
+Of a bf16's 16 bits, sign and mantissa are noise: stored raw, one byte each. The exponent, once the
+scale of its channel is taken off, sits at the entropy of a Gaussian (about 2.6 bits): stored minus
+the channel's median through zstd. zstd's matcher only finds false matches in it; these parameters
+leave Huffman coding and little else, which is both smaller and faster than any level.
+Arithmetic wraps mod 256, so every bit pattern comes back, NaN and infinities included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+BLOCK_TOKENS = 512
+FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
+FIT_TOKENS = 256
+ZSTD = zstandard.ZstdCompressionParameters.from_level(
+    1,
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    min_match=7,
+    strategy=zstandard.STRATEGY_FAST,
+    target_length=0,
+)
+
+
+def layers_per_frame(hidden: int, n_layers: int) -> int:
+    """Layers whose exponents share a frame: all of a small model, one of a large one."""
+    return max(1, min(n_layers, FRAME_BYTES // (BLOCK_TOKENS * hidden)))
+
+
+def _groups(n_layers: int, per_frame: int) -> list[tuple[int, int]]:
+    return [(a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame)]
+
+
+class PlaneCodec:
+    """Exponent plane compressed, sign and mantissa plane raw.
+
+    `exp`: for each block of 512 tokens, for each group of layers, one zstd frame of uint8
+    [block, group*H]. `sm`: uint8 [n, L*H], `mantissa << 1 | sign`. `params`: the bias, uint8 [L*H].
+    """
+
+    name = "plane"
+    version = 1
+    lossless = True
+
+    def fit(self, rows_TW: NDArray[np.uint16], hidden: int) -> bytes:  # noqa: ARG002
+        """The median exponent of every channel over the first tokens."""
+        exponents_TW = ((rows_TW[:FIT_TOKENS] >> 7) & 0xFF).astype(np.uint8)
+        middle = len(exponents_TW) // 2
+        return np.ascontiguousarray(np.partition(exponents_TW, middle, axis=0)[middle]).tobytes()
+
+    def encode(
+        self, rows_TW: NDArray[np.uint16], hidden: int, params: bytes
+    ) -> tuple[list[bytes], memoryview]:
+        """Frames of exponents, and the raw plane."""
+        n, width = rows_TW.shape
+        bias_W = np.frombuffer(params, dtype=np.uint8)
+        groups = _groups(width // hidden, layers_per_frame(hidden, width // hidden))
+        compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
+        sm_TW = np.empty((n, width), dtype=np.uint8)
+        frames: list[bytes] = []
+        for start in range(0, n, BLOCK_TOKENS):
+            block_TW = rows_TW[start : start + BLOCK_TOKENS]
+            rotated_TW2 = ((block_TW << 1) | (block_TW >> 15)).view(np.uint8)
+            sm_TW[start : start + BLOCK_TOKENS] = rotated_TW2[:, 0::2]
+            exponents_TW = rotated_TW2[:, 1::2] - bias_W
+            frames += [
+                compressor.compress(
+                    np.ascontiguousarray(exponents_TW[:, a * hidden : b * hidden]).data
+                )
+                for a, b in groups
+            ]
+        return frames, sm_TW.data.cast("B")
+
+    def decode(
+        self,
+        exp: Sequence[bytes | memoryview],
+        sm: bytes | memoryview,
+        n_tokens: int,
+        width: int,
+        hidden: int,
+        params: bytes,
+        tokens: slice,
+        layers: Sequence[int],
+    ) -> NDArray[np.uint16]:
+        """uint16 [tokens, len(layers), H]; only the frames that are asked for are decompressed."""
+        n_layers = width // hidden
+        groups = _groups(n_layers, layers_per_frame(hidden, n_layers))
+        n_blocks = -(-n_tokens // BLOCK_TOKENS)
+        if len(exp) != n_blocks * len(groups):
+            raise ValueError(f"{len(exp)} frames, {n_blocks * len(groups)} expected")
+        if len(sm) != n_tokens * width or len(params) != width:
+            raise ValueError(
+                f"{len(sm)} raw bytes and {len(params)} of bias for {n_tokens} x {width}"
+            )
+        bias_LH = np.frombuffer(params, dtype=np.uint8).reshape(n_layers, hidden)
+        sm_TLH = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, n_layers, hidden)
+        start, stop, _ = tokens.indices(n_tokens)
+        out_TLH2 = np.empty((max(0, stop - start), len(layers), hidden, 2), dtype=np.uint8)
+        decompressor = zstandard.ZstdDecompressor()
+        for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS) if stop > start else 0):
+            first = block * BLOCK_TOKENS
+            size = min(BLOCK_TOKENS, n_tokens - first)
+            low, high = max(start, first), min(stop, first + size)
+            for number, (a, b) in enumerate(groups):
+                wanted = [(i, layer) for i, layer in enumerate(layers) if a <= layer < b]
+                if not wanted:
+                    continue
+                frame = exp[block * len(groups) + number]
+                exponents_TGH = _inflate(decompressor, frame, size * (b - a) * hidden).reshape(
+                    size, b - a, hidden
+                )
+                for i, layer in wanted:
+                    target = out_TLH2[low - start : high - start, i]
+                    np.add(
+                        exponents_TGH[low - first : high - first, layer - a],
+                        bias_LH[layer],
+                        out=target[..., 1],
+                    )
+                    target[..., 0] = sm_TLH[low:high, layer]
+        rotated_TLH: NDArray[np.uint16] = out_TLH2.view(np.uint16)[..., 0]
+        rows_TLH: NDArray[np.uint16] = np.bitwise_or(rotated_TLH >> 1, rotated_TLH << 15)
+        return rows_TLH
+
+
+def _inflate(
+    decompressor: zstandard.ZstdDecompressor, frame: bytes | memoryview, size: int
+) -> NDArray[np.uint8]:
+    """A frame of exactly `size` bytes; its stated size is checked before anything is allocated."""
+    try:
+        stated = zstandard.frame_content_size(bytes(frame[:18]))
+        if stated != size:
+            raise ValueError(f"a frame states {stated} bytes, {size} expected")
+        return np.frombuffer(decompressor.decompress(frame, max_output_size=size), dtype=np.uint8)
+    except zstandard.ZstdError as e:
+        raise ValueError(f"a frame cannot be decompressed: {e}") from e
