@@ -1,0 +1,245 @@
+"""manifest.json: the hand-off of a finished run. What was collected, from what, how; all accounted for.
+
+Reading one executes nothing, and no path in it can leave its directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from datagen.errors import CorruptFile
+from datagen.store.arrow_part import open_batches
+from datagen.store.atomic import write_json_atomic
+from datagen.store.layout import RunLayout
+from datagen.store.partition import FileSummary, PartitionSummary
+from datagen.store.plan import Plan
+from datagen.strict import StrictModel
+
+VERSION = 1
+LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _inside(path: str) -> str:
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in path:
+        raise ValueError(f"{path!r} leaves the run directory")
+    return path
+
+
+RelativePath = Annotated[str, AfterValidator(_inside)]
+
+
+class ShardEntry(StrictModel):
+    """A file of the run: path relative to the manifest, rows, tokens, bytes, sha256."""
+
+    path: RelativePath
+    partition: int = Field(ge=0)
+    rows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    sha256: Sha256
+
+
+class SampleCounts(StrictModel):
+    """In samples, one per user turn; planned = collected + rejected + pending, checked."""
+
+    planned: int = Field(ge=0)
+    collected: int = Field(ge=0)
+    rejected: dict[str, int]
+    pending: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _nothing_is_lost(self) -> SampleCounts:
+        accounted = self.collected + sum(self.rejected.values()) + self.pending
+        if self.planned != accounted:
+            raise ValueError(f"planned {self.planned} but {accounted} samples are accounted for")
+        return self
+
+
+class SplitEntry(StrictModel):
+    """One split: its counts, its files, and the digest of its prompts (sha256 over sorted ids)."""
+
+    prompts: int = Field(ge=0)
+    samples: SampleCounts
+    prompts_sha256: Sha256
+    tokens_generated: int = Field(ge=0)
+    tokens_captured: int = Field(ge=0)
+    responses: list[ShardEntry]
+    states: list[ShardEntry]
+
+
+class StatesEntry(StrictModel):
+    """What a row of states is: boundaries as Hugging Face indices, then the final state."""
+
+    boundaries: list[int]
+    final_norm: Literal["post", "pre"]
+    dtype: str
+    hidden_size: int = Field(gt=0)
+    codec: str
+
+
+class ManifestHeader(StrictModel):
+    """What the collect job knows: target, settings, servers, versions."""
+
+    run: str
+    code_version: str
+    fingerprint: Sha256
+    target: dict[str, Any]
+    sampling: dict[str, Any]
+    settings: dict[str, Any]
+    states: StatesEntry
+    servers: list[dict[str, Any]]
+    preflight: dict[str, Any]
+
+
+class Manifest(ManifestHeader):
+    """The whole of manifest.json."""
+
+    version: Literal[1] = 1
+    created: str
+    plan_digest: Sha256
+    samples: SampleCounts
+    prompts: int = Field(ge=0)
+    splits: dict[str, SplitEntry]
+    stored_bytes: int = Field(ge=0)
+    raw_bytes: int = Field(ge=0)
+    token_frequencies: dict[str, int]
+    """Supervised token id (as text) -> occurrences in the train split's responses."""
+    length_histogram: list[tuple[int, int]]
+    """(lower edge in tokens, samples) of context + response."""
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest:
+        """Read and validate; raises CorruptFile naming the field."""
+        try:
+            return cls.model_validate(orjson.loads(path.read_bytes()))
+        except FileNotFoundError as e:
+            raise CorruptFile("no manifest", where=path, fix="finish the collect first") from e
+        except ValidationError as e:
+            first = e.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise CorruptFile(f"{name or 'manifest'}: {first['msg']}", where=path) from e
+        except (OSError, orjson.JSONDecodeError) as e:
+            raise CorruptFile(f"no manifest can be read: {e}", where=path) from e
+
+    def files(self) -> Iterable[ShardEntry]:
+        """Every data file, responses and states, of all splits."""
+        for split in self.splits.values():
+            yield from split.responses
+            yield from split.states
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The JSON schema of manifest.json."""
+    return Manifest.model_json_schema()
+
+
+def build_manifest(layout: RunLayout, plan: Plan, header: ManifestHeader) -> Manifest:
+    """Merge the partitions' seals and write manifest.json, atomically, last.
+
+    Raises CorruptFile when a partition has no seal.
+    """
+    summaries = [
+        PartitionSummary.load(layout.partition(i).summary) for i in range(plan.n_partitions)
+    ]
+    frequencies, lengths = _statistics(layout, plan, summaries)
+    splits = {s: _split(plan, summaries, s) for s in ("train", "heldout")}
+    states = header.states
+    tokens = sum(s.tokens_captured for s in splits.values())
+    counts = [s.samples for s in splits.values()]
+    rejected: Counter[str] = Counter()
+    for count in counts:
+        rejected.update(count.rejected)
+    manifest = Manifest(
+        **header.model_dump(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        plan_digest=plan.digest,
+        samples=SampleCounts(
+            planned=sum(c.planned for c in counts),
+            collected=sum(c.collected for c in counts),
+            rejected=dict(sorted(rejected.items())),
+            pending=sum(c.pending for c in counts),
+        ),
+        prompts=plan.n_prompts,
+        splits=splits,
+        stored_bytes=sum(f.bytes for s in splits.values() for f in s.states),
+        raw_bytes=tokens * (len(states.boundaries) + 1) * states.hidden_size * 2,
+        token_frequencies={str(i): int(n) for i, n in enumerate(frequencies) if n},
+        length_histogram=[(edge, int(n)) for edge, n in zip(LENGTH_EDGES, lengths, strict=True)],
+    )
+    write_json_atomic(layout.manifest, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def _split(plan: Plan, summaries: list[PartitionSummary], split: str) -> SplitEntry:
+    numbers = [i for i in range(plan.n_partitions) if plan.split_of_partition(i) == split]
+    of_split = np.asarray(plan.column("split").to_pylist()) == split
+    planned = int(plan.column("n_turns").to_numpy()[of_split].sum())
+    ids = sorted(np.asarray(plan.column("prompt_id").to_pylist())[of_split].tolist())
+    rejected: Counter[str] = Counter()
+    for i in numbers:
+        rejected.update(summaries[i].rejected)
+    collected = sum(summaries[i].collected for i in numbers)
+
+    def entries(kind: str) -> list[ShardEntry]:
+        found: list[ShardEntry] = []
+        for i in numbers:
+            files: list[FileSummary] = getattr(summaries[i], kind)
+            found += [
+                ShardEntry(
+                    path=f"partitions/{i:05d}/{f.name}", partition=i, rows=f.rows,
+                    tokens=f.tokens, bytes=f.n_bytes, sha256=f.sha256,
+                )
+                for f in files
+            ]  # fmt: skip
+        return found
+
+    return SplitEntry(
+        prompts=len(ids),
+        samples=SampleCounts(
+            planned=planned,
+            collected=collected,
+            rejected=dict(sorted(rejected.items())),
+            pending=planned - collected - rejected.total(),
+        ),
+        prompts_sha256=hashlib.sha256("\n".join(ids).encode()).hexdigest(),
+        tokens_generated=sum(summaries[i].tokens_generated for i in numbers),
+        tokens_captured=sum(summaries[i].tokens_captured for i in numbers),
+        responses=entries("responses"),
+        states=entries("states"),
+    )
+
+
+def _statistics(
+    layout: RunLayout, plan: Plan, summaries: list[PartitionSummary]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Token frequencies over train responses, and the histogram of sample lengths."""
+    frequencies = np.zeros(1, dtype=np.int64)
+    lengths: list[int] = []
+    for index, summary in enumerate(summaries):
+        train = plan.split_of_partition(index) == "train"
+        for file in summary.responses:
+            batches = open_batches(layout.partition(index).root / file.name)
+            for row in range(len(batches)):
+                batch = batches[row]
+                ids = batch.column("response_ids")[0].values.to_numpy()
+                lengths.append(len(ids) + len(batch.column("context_ids")[0].values))
+                if train:
+                    counted = np.bincount(ids)
+                    if len(counted) > len(frequencies):
+                        counted[: len(frequencies)] += frequencies
+                        frequencies = counted.astype(np.int64)
+                    else:
+                        frequencies[: len(counted)] += counted
+    histogram, _ = np.histogram(lengths, bins=[*LENGTH_EDGES, np.inf])
+    return frequencies, histogram
