@@ -1,0 +1,140 @@
+"""From a mix to the frozen list of prompts of a run.
+
+    read -> normalise -> decontaminate -> deduplicate -> select -> count tokens -> split -> order
+
+The result depends on the mix, the content of its data, the tokenizer and the seed: not on the order
+of files or rows in them, not on the number of workers, not on what the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from datagen.prompts.cache import default_cache
+from datagen.prompts.dedup import later_copies
+from datagen.prompts.identity import below, draw
+from datagen.prompts.intake import Intake, OnStep, readings_of, take_in_file, worker_pool
+from datagen.prompts.mix import Mix
+from datagen.prompts.planned import PlannedRows
+from datagen.prompts.population import Population, gather
+from datagen.prompts.report import PlanReport
+from datagen.prompts.select import take
+from datagen.prompts.split import held_out_rows, partition_numbers, plan_order
+from datagen.prompts.tokens import Fit, TokenCounter, TokenLedger
+from datagen.target.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """`rows` in plan order (iterate as often as needed, read from the cache), and the books."""
+
+    rows: PlannedRows
+    report: PlanReport
+
+
+def build_plan(
+    mix: Mix,
+    *,
+    renderer: TokenCounter,
+    profile: Profile,
+    limit: int | None = None,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+    partition_prompts: int = 25,
+    progress: Callable[[str], None] | None = None,
+    on_step: OnStep | None = None,
+    cache: Path | None = None,
+    workers: int = 1,
+) -> PlanResult:
+    """The plan of a run. Raises MixError and PromptDataError, each in one line.
+
+    limit              about this many prompts, in the mix's proportions, of both splits
+    max_new_tokens     tokens an answer may have; None is the profile's
+    progress, on_step  told what has been done, in words, and how far a step has come
+    cache              where steps are remembered; None is the user's cache directory
+    workers            processes that read; the plan does not depend on it
+    """
+    say = progress or (lambda _: None)
+    step = on_step or (lambda _stage, _done, _total: None)
+    folder = default_cache() if cache is None else cache
+    report = PlanReport(mix.name, tokens_counted_with=renderer.digest)
+    answer = max_new_tokens or profile.max_new_tokens
+    answers = [min(s.max_new_tokens or answer, answer) for s in mix.all_sources]
+    with worker_pool(workers) as pool:
+        intakes = _read(mix, folder, pool, step)
+        report.enter_intakes(intakes)
+        say(f"read {report.lines:,} rows")
+        population = gather(mix, intakes)
+        usable = _distinct(mix, population, report)
+    choice = seed + (mix.seed << 32)
+    thinking = None
+    if mix.thinking is not None and profile.thinking_kwarg is not None:
+        thinking = below(draw(population.first_8, "thinking", mix.seed), mix.thinking.on_share)
+    ledger = TokenLedger(
+        population, renderer, thinking, [mix.thinking and mix.thinking.on_share, mix.seed]
+    )
+    takings = take(
+        mix,
+        population,
+        usable,
+        draw(population.first_8, "select", choice),
+        limit,
+        Fit(mix, profile, population, ledger, answers),
+        report,
+        lambda name, n: step(f"select {name}", n, None),
+    )
+    ledger.save()
+    rows = np.array([r for t in takings for r in t.taken], dtype=np.int64)
+    tokens = np.array([n for t in takings for n in t.tokens], dtype=np.int32)
+    for taking in takings:
+        report.planned[taking.source.name] += len(taking.taken)
+    held = held_out_rows(mix, population, rows)
+    order = plan_order(population, rows, held, choice)
+    planned = PlannedRows(
+        mix=mix,
+        population=population,
+        rows=rows[order],
+        tokens=tokens[order],
+        heldout=held[order],
+        partitions=partition_numbers(held[order], partition_prompts),
+        thinking=None if thinking is None else thinking[rows[order]],
+        answers=answers,
+    )
+    planned.enter_splits(report)
+    say(f"planned {report.accepted:,} prompts")
+    return PlanResult(planned, report)
+
+
+def _read(mix: Mix, cache: Path, pool: Executor | None, on_step: OnStep) -> list[Intake]:
+    """Every source of the mix; an origin that several share is read once."""
+    return [
+        take_in_file(path, reading, cache, pool, on_step)
+        for sources in (mix.heldout.sources, mix.sources)
+        for reading in readings_of(mix, sources)
+        for path in mix.files_of(reading.sources[0])
+    ]
+
+
+def _distinct(mix: Mix, population: Population, report: PlanReport) -> npt.NDArray[np.bool_]:
+    """True for the candidates that repeat no other; the rest is entered into the books."""
+    usable = ~later_copies(population.exact_key)
+    _enter(mix, population, ~usable, "exact_duplicate", report)
+    return usable
+
+
+def _enter(
+    mix: Mix,
+    population: Population,
+    dropped: npt.NDArray[np.bool_],
+    reason: str,
+    report: PlanReport,
+) -> None:
+    counts = np.bincount(population.rank[dropped], minlength=len(mix.all_sources))
+    for source, count in zip(mix.all_sources, counts, strict=True):
+        report.drop(source.name, reason, int(count))

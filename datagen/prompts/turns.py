@@ -1,0 +1,42 @@
+"""Where the target speaks: a skeleton cut into segments, and the context of each of its turns.
+
+A skeleton is the conversation without the recorded answers. Every user message is answered once.
+A recorded tool call whose results are known stays as context, directly after the user message
+that led to it; the answer is then generated after the results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def split_turns(messages: list[Message]) -> list[list[Message]]:
+    """Segments of a skeleton; the target answers at the end of each.
+
+    Segment k is user message k with what stands in front of it (system messages) and the kept
+    tool calls and results that follow it. The segments in order are the messages in order.
+    Raises ValueError on a skeleton without a user message, or with messages after which no
+    turn is generated.
+    """
+    segments: list[list[Message]] = [[]]
+    asked = False
+    for message in messages:
+        if asked and message["role"] in ("user", "system"):
+            segments.append([])
+            asked = False
+        segments[-1].append(message)
+        asked = asked or message["role"] == "user"
+    if not asked:
+        raise ValueError("a skeleton ends in a user turn")
+    return segments
+
+
+def context_messages(segments: list[list[Message]], answers: list[str], turn: int) -> list[Message]:
+    """The messages that turn `turn` is asked with: segments 0..turn, each earlier one answered."""
+    messages = list(segments[0])
+    for answer, segment in zip(answers[:turn], segments[1 : turn + 1], strict=True):
+        messages.append({"role": "assistant", "content": answer})
+        messages.extend(segment)
+    return messages
