@@ -1,0 +1,230 @@
+"""The command line: reads arguments, calls the job, prints. Every error is one line and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from datagen.errors import DatagenError, Interrupted
+
+if TYPE_CHECKING:
+    from datagen.collect import CollectJob
+    from datagen.config import CollectConfig
+    from datagen.store.manifest import Manifest
+
+app = typer.Typer(
+    name="datagen",
+    help="From prompts to EAGLE-3 drafter training data, and to the answer: does a drafter pay?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out, err = Console(), Console(stderr=True)
+
+RunArgument = Annotated[str, typer.Argument(help="A run's name under runs/, or its directory.")]
+RunsDir = Annotated[str, typer.Option(help="Where runs named without a path live.")]
+
+
+@app.command()
+def serve(
+    target: Annotated[str, typer.Option(help="smollm2, or a checkpoint directory.")] = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind.")] = 30000,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Compute threads; 0 is one per core.")] = 0,
+    spool_dir: Annotated[str, typer.Option(help="Where captures are published.")] = "",
+    boundaries: Annotated[str, typer.Option(help="Layers to capture, e.g. 2,15,27.")] = "",
+    max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 16,
+) -> None:
+    """Serve the embedded target: SGLang's API over a real small model, on this CPU."""
+    from datagen.embedded.server import serve as serve_target
+
+    serve_target(
+        target=target,
+        host=host,
+        port=port,
+        dtype=dtype,
+        threads=threads or None,
+        spool_dir=Path(spool_dir) if spool_dir else None,
+        boundaries=tuple(int(b) for b in boundaries.split(",")) if boundaries else None,
+        max_running_requests=max_running_requests,
+    )
+
+
+@app.command()
+def collect(
+    run: Annotated[str, typer.Option(help="A name under --runs-dir, or a path.")] = "demo",
+    mix: Annotated[str, typer.Option(help="A mix by name, or the path of its .yaml.")] = "demo",
+    target: Annotated[str, typer.Option(help="A profile by name, or its .yaml.")] = "smollm2",
+    endpoints: Annotated[str, typer.Option(help="Server URLs, comma separated.")] = "",
+    limit: Annotated[int, typer.Option(help="Prompts to take; 0 is the whole mix.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Per response; 0 is the profile's.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Of the train split; -1: profile's.")] = -1.0,
+    seed: Annotated[int, typer.Option(help="Run seed: sampling seeds derive from it.")] = 0,
+    codec: Annotated[str, typer.Option(help="How states are stored.")] = "plane",
+    runs_dir: RunsDir = "runs",
+    tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
+    partition_prompts: Annotated[int, typer.Option(help="Prompts in a partition.")] = 25,
+    shard_mib: Annotated[int, typer.Option(help="Size at which a shard is sealed.")] = 256,
+    spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
+    concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
+    attempts: Annotated[int, typer.Option(help="Attempts before a row is rejected.")] = 3,
+    patience_s: Annotated[float, typer.Option(help="Wait for a dead server.")] = 300.0,
+    api_key: Annotated[str, typer.Option(envvar="DATAGEN_API_KEY", help="Bearer token.")] = "",
+) -> None:
+    """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
+    from datagen.config import collect_config
+
+    config = collect_config(
+        run=run, mix=mix, target=target, endpoints=endpoints, limit=limit,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
+        runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
+        shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
+        patience_s=patience_s, api_key=api_key,
+    )  # fmt: skip
+    import uvloop
+
+    manifest = uvloop.run(_collect(config))
+    print_summary(manifest, config.run)
+
+
+async def _collect(config: CollectConfig) -> Manifest:
+    """Run the job under a progress line; the first signal drains, the second aborts."""
+    from datagen.collect import CollectJob
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    async with CollectJob.open(config, lambda text: err.print(text, highlight=False)) as job:
+        stopping: list[asyncio.Task[None]] = []
+
+        def interrupted() -> None:
+            if stopping or job.complete:
+                assert task is not None
+                task.cancel()
+            else:
+                err.print("stopping: rows in flight finish first; once more to abort now")
+                stopping.append(loop.create_task(job.stop()))
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted)
+        watcher = loop.create_task(_watch(job))
+        try:
+            return await job.collect_all()
+        except asyncio.CancelledError:
+            raise Interrupted(
+                "aborted on request; everything committed is on disk",
+                where=config.run,
+                fix="run the same command again to go on",
+            ) from None
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+
+@app.command()
+def verify(
+    run: RunArgument = "demo",
+    runs_dir: RunsDir = "runs",
+    quick: Annotated[bool, typer.Option(help="Checksums only.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Re-read everything a run stored, and prove it: exit 1 names the file and row of any fault."""
+    from datagen.store.verify import verify_run
+
+    root = run_directory(run, runs_dir)
+    with err.status(f"verifying {root}"):
+        report = verify_run(root, quick=quick)
+    if as_json:
+        out.print_json(json.dumps(report.as_dict()))
+    else:
+        table = Table("check", "result", title=f"verify {root}", title_justify="left")
+        for name, result in report.table_rows():
+            table.add_row(name, result)
+        out.print(table)
+    for fault in report.faults:
+        err.print(f"[red]fault[/] {fault}", highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(run: RunArgument = "demo", runs_dir: RunsDir = "runs") -> None:
+    """Counts of a run from its journals; safe beside a live collect."""
+    from datagen.store.run_status import run_status
+
+    table = Table("what", "count", title=str(run_directory(run, runs_dir)), title_justify="left")
+    for name, value in run_status(run_directory(run, runs_dir)).table_rows():
+        table.add_row(name, value)
+    out.print(table)
+
+
+def run_directory(run: str, runs_dir: str) -> Path:
+    """A run by its name under `runs_dir`, or by its path."""
+    return Path(run) if "/" in run else Path(runs_dir) / run
+
+
+async def _watch(job: CollectJob) -> None:
+    """One progress line, redrawn on a terminal, or printed every ten seconds elsewhere."""
+    if err.is_terminal:
+        with err.status("collecting") as view:
+            while True:
+                view.update(job.snapshot().line())
+                await asyncio.sleep(0.5)
+    while True:
+        await asyncio.sleep(10)
+        err.print(job.snapshot().line(), highlight=False, soft_wrap=True)
+
+
+def print_summary(manifest: Manifest, root: Path) -> None:
+    """What was collected, its size, and where the hand-off lies."""
+    samples = manifest.samples
+    rejects = ", ".join(f"{n} {r}" for r, n in samples.rejected.items()) or "none"
+    tokens = sum(s.tokens_captured for s in manifest.splits.values())
+    generated = sum(s.tokens_generated for s in manifest.splits.values())
+    ratio = manifest.raw_bytes / manifest.stored_bytes if manifest.stored_bytes else 0.0
+    table = Table("what", "value", title=f"run {manifest.run}", title_justify="left")
+    table.add_row("prompts", f"{manifest.prompts:,}")
+    table.add_row("samples collected", f"{samples.collected:,} of {samples.planned:,} planned")
+    table.add_row("rejected", rejects)
+    table.add_row("tokens", f"{generated:,} generated, {tokens:,} with states")
+    table.add_row(
+        "states",
+        f"{manifest.stored_bytes / 1e6:,.1f} MB stored, {manifest.raw_bytes / 1e6:,.1f} MB raw "
+        f"({ratio:.3f}x)",
+    )
+    table.add_row("manifest", str(root / "manifest.json"))
+    out.print(table)
+
+
+@app.command()
+def summary(run: RunArgument = "demo", runs_dir: RunsDir = "runs") -> None:
+    """Print what a finished run holds, from its manifest."""
+    from datagen.store.manifest import Manifest
+
+    root = run_directory(run, runs_dir)
+    print_summary(Manifest.load(root / "manifest.json"), root)
+
+
+def main() -> None:
+    """Entry point: one line for a known error, exit 1; 130 when interrupted."""
+    try:
+        app(standalone_mode=False)
+    except Interrupted as e:
+        err.print(f"datagen: {e}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(130)
+    except DatagenError as e:
+        err.print(f"datagen: error: {e}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

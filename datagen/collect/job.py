@@ -1,0 +1,294 @@
+"""The collect job: plan, partitions, rows, manifest. No Prefect; flows and the CLI both drive it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datagen.collect.budget import ByteBudget
+from datagen.collect.conversation import Workshop, collect_prompt
+from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
+from datagen.collect.opening import (
+    Notify,
+    freeze_plan,
+    load_renderer,
+    manifest_header,
+    open_plan,
+    run_yaml,
+)
+from datagen.collect.progress import Progress, ProgressSnapshot
+from datagen.config import MIB, CollectConfig
+from datagen.errors import ConfigError, DatagenError, Interrupted
+from datagen.fanout.dispatcher import Dispatcher
+from datagen.prompts.mix import Mix, load_mix, mix_digest
+from datagen.store.atomic import write_atomic
+from datagen.store.fingerprint import Fingerprint
+from datagen.store.group_commit import GroupCommitter
+from datagen.store.layout import RunLayout
+from datagen.store.lock import RunLock
+from datagen.store.manifest import Manifest, build_manifest
+from datagen.store.partition import PartitionStore, PartitionSummary
+from datagen.store.plan import Plan
+from datagen.store.states import StatesSpec
+from datagen.target.client import SGLangClient, Timeouts
+from datagen.target.preflight import ServerReport, inspect_server, prove_capture
+
+MAX_QUEUED_COMMITS = 512
+PROBE = "Write three sentences about the sea, then count to ten."
+
+
+@dataclass(slots=True)
+class CollectJob:
+    """An open run. Partitions may be collected concurrently; their rows share one dispatcher."""
+
+    config: CollectConfig
+    layout: RunLayout
+    plan: Plan
+    fingerprint: Fingerprint
+    servers: list[ServerReport]
+    progress: Progress
+    notify: Notify
+    probe_tokens: int = 0
+    manifest: Manifest | None = None
+    _shop: Workshop | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: CollectConfig, notify: Notify) -> AsyncIterator[CollectJob]:
+        """Lock the run, prove the target, freeze the plan (or load the frozen one).
+
+        A run that is already complete opens without contacting a server. Raises DatagenError: one
+        clear line for each thing that can be wrong, before anything is written or asked.
+        """
+        mix = load_mix(config.mix)
+        offline = offline_fields(config, mix_digest(mix))
+        layout = RunLayout(config.run)
+        layout.root.mkdir(parents=True, exist_ok=True)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(RunLock(layout.lock))
+            stored = Fingerprint.load(layout.fingerprint) if layout.fingerprint.exists() else None
+            if stored is not None:
+                with_stored_target(offline, stored).require_same(stored, layout.root)
+            if stored is not None and layout.manifest.exists():
+                job = cls._finished(config, layout, stored, notify)
+            else:
+                job = await cls._prepare(config, layout, mix, offline, stored, notify, stack)
+            yield job
+
+    @classmethod
+    def _finished(
+        cls, config: CollectConfig, layout: RunLayout, stored: Fingerprint, notify: Notify
+    ) -> CollectJob:
+        plan = open_plan(layout, stored)
+        job = cls(config, layout, plan, stored, [], Progress(time.monotonic), notify)
+        job.manifest = Manifest.load(layout.manifest)
+        job._count_sealed()
+        notify(f"{layout.root}: complete, nothing to do")
+        return job
+
+    @classmethod
+    async def _prepare(
+        cls,
+        config: CollectConfig,
+        layout: RunLayout,
+        mix: Mix,
+        offline: dict[str, Any],
+        stored: Fingerprint | None,
+        notify: Notify,
+        stack: AsyncExitStack,
+    ) -> CollectJob:
+        timeouts = Timeouts(row=config.row_timeout_s)
+        clients = [
+            await stack.enter_async_context(
+                SGLangClient(url, timeouts=timeouts, api_key=config.api_key)
+            )
+            for url in config.endpoints
+        ]
+        servers = [await inspect_server(c, config.profile) for c in clients]
+        renderer = await load_renderer(config, clients[0], notify)
+        probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
+        for client in clients:
+            await prove_capture(client, config.profile, probe_ids)
+            notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
+        if stored is None:
+            await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
+        plan = Plan.open(layout.plan)
+        fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)
+        if stored is None:
+            write_atomic(layout.run_yaml, run_yaml(config))
+            fingerprint.save(layout.fingerprint)
+        else:
+            fingerprint.require_same(stored, layout.root)
+        limits = {s.url: s.max_running_requests for s in servers if s.max_running_requests}
+        dispatcher = await stack.enter_async_context(
+            Dispatcher(clients, config.dispatch, server_limits=limits)
+        )
+        committer = GroupCommitter()
+        stack.callback(committer.close)
+        job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
+        job.probe_tokens = len(probe_ids)
+        job._shop = Workshop(
+            config=config,
+            renderer=renderer,
+            dispatcher=dispatcher,
+            committer=committer,
+            commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            budget=ByteBudget(config.spool_mib * MIB),
+            progress=job.progress,
+            context_length=min(s.context_length for s in servers),
+        )
+        job._count_sealed()
+        return job
+
+    # -- while open ----------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """True when the manifest is written."""
+        return self.manifest is not None
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where the manifest is, or will be."""
+        return self.layout.manifest
+
+    @property
+    def pending_partitions(self) -> list[int]:
+        """Partitions without their seal, in plan order."""
+        return [
+            i
+            for i in range(self.plan.n_partitions)
+            if not self.layout.partition(i).summary.exists()
+        ]
+
+    @property
+    def max_open_partitions(self) -> int:
+        """Enough that twice the servers' windows are queued, so that no server drains at a seal."""
+        shop = self._open_shop()
+        return max(2, -(-2 * shop.dispatcher.capacity // self.config.partition_prompts) + 1)
+
+    async def collect_partition(self, index: int) -> PartitionSummary:
+        """Bring every row of one partition to its outcome, and seal it. Safe to repeat.
+
+        Raises DatagenError; whatever was collected before stays.
+        """
+        shop = self._open_shop()
+        store = await asyncio.to_thread(self._open_store, index)
+        try:
+            prompts = self.plan.partition(index)
+            counts = store.counts()
+            self.progress.restored(
+                collected=counts.collected, rejects=dict(counts.rejects), prompts_done=0
+            )
+            async with asyncio.TaskGroup() as conversations:
+                for prompt in prompts:
+                    conversations.create_task(collect_prompt(shop, store, prompt))
+            summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
+        except BaseExceptionGroup as group:
+            raise _cause(group) from None
+        finally:
+            await asyncio.shield(shop.commit(store, lambda s: s.close()))
+        self.progress.partitions_sealed += 1
+        return summary
+
+    async def collect_all(self) -> Manifest:
+        """Every pending partition, then the manifest."""
+        gate = asyncio.Semaphore(self.max_open_partitions) if not self.complete else None
+
+        async def one(index: int) -> None:
+            assert gate is not None
+            async with gate:
+                await self.collect_partition(index)
+
+        if gate is not None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for index in self.pending_partitions:
+                        group.create_task(one(index))
+            except BaseExceptionGroup as errors:
+                raise _cause(errors) from None
+        return await self.finish()
+
+    async def finish(self) -> Manifest:
+        """Write the manifest once every partition is sealed."""
+        if self.manifest is None:
+            if self.pending_partitions:
+                raise ConfigError(
+                    f"{len(self.pending_partitions)} partitions are not sealed",
+                    where=self.layout.root,
+                    fix="run the collect again",
+                )
+            header = manifest_header(self.config, self.fingerprint, self.servers, self.probe_tokens)
+            self.manifest = await asyncio.to_thread(build_manifest, self.layout, self.plan, header)
+        return self.manifest
+
+    async def stop(self) -> None:
+        """Send nothing more; rows at a server may finish within `drain_s`. Everything stays."""
+        shop = self._open_shop()
+        shop.dispatcher.stop(
+            Interrupted(
+                "stopped on request; everything finished is on disk",
+                where=self.layout.root,
+                fix="run the same command again to go on",
+            )
+        )
+
+    def snapshot(self) -> ProgressSnapshot:
+        """Counters now."""
+        return self.progress.snapshot(self._shop.dispatcher.state() if self._shop else [])
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _open_shop(self) -> Workshop:
+        if self._shop is None:
+            raise ConfigError("the run is complete: it has no partition to collect")
+        return self._shop
+
+    def _open_store(self, index: int) -> PartitionStore:
+        profile = self.config.profile
+        spec = StatesSpec(
+            boundaries=profile.boundaries,
+            final_norm=profile.final_norm,
+            dtype=profile.capture_dtype,
+            hidden_size=profile.hidden_size,
+            codec=self.config.codec,
+        )
+        return PartitionStore.open(
+            self.layout.partition(index),
+            fingerprint_digest=self.fingerprint.digest,
+            spec=spec,
+            shard_bytes=self.config.shard_mib * MIB,
+        )
+
+    def _count_sealed(self) -> None:
+        progress, plan = self.progress, self.plan
+        progress.planned, progress.prompts_total = plan.n_samples, plan.n_prompts
+        progress.partitions_total = plan.n_partitions
+        for index in range(plan.n_partitions):
+            path = self.layout.partition(index).summary
+            if path.exists():
+                summary = PartitionSummary.load(path)
+                progress.restored(
+                    collected=summary.collected,
+                    rejects=dict(summary.rejected),
+                    prompts_done=summary.prompts,
+                )
+                progress.partitions_sealed += 1
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error to report of a group: ours before others, the first before the later."""
+    leaves: list[BaseException] = []
+    queue: list[BaseException] = [group]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue[:0] = error.exceptions
+        else:
+            leaves.append(error)
+    return next((e for e in leaves if isinstance(e, DatagenError)), leaves[0])

@@ -1,0 +1,155 @@
+"""What a client may ask of `/generate`, parsed and checked; the messages are SGLang's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from datagen.embedded.sampling import SamplingParams
+
+KNOWN_PARAMS = set(SamplingParams.__dataclass_fields__) | {"custom_params", "n"}
+# accepted because clients of SGLang send them; they change nothing here
+IGNORED_PARAMS = {
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
+    "spaces_between_special_tokens",
+}  # fmt: skip
+
+
+class BadRequest(Exception):
+    """Answered with 400 and this text."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence to be answered."""
+
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    capture: bool
+    return_prompt_token_ids: bool
+    arrived: float
+    output_ids: list[int] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    capture_note: dict[str, Any] | None = None
+
+
+def parse_generate(
+    body: Any,
+    *,
+    encode: Callable[[str], list[int]],
+    context_length: int,
+    vocab_size: int,
+    can_capture: bool,
+    now: float,
+) -> tuple[list[Request], bool]:
+    """The requests of a body, and whether it is a batch. Raises BadRequest."""
+    if not isinstance(body, dict):
+        raise BadRequest("The request body must be a JSON object.")
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise BadRequest("Either text or input_ids should be provided, but not both.")
+    batch = isinstance(text, list) or (
+        isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    )
+    prompts: list[Any]
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        if not all(isinstance(t, str) for t in texts):
+            raise BadRequest("text must be a string or a list of strings.")
+        prompts = [encode(t) for t in texts]
+    else:
+        prompts = list(ids) if batch and ids else [ids]  # each is checked below
+    if body.get("stream"):
+        raise BadRequest("Streaming is not supported by this server.")
+    n = len(prompts)
+    rids = _per_item(body.get("rid"), n, "rid", str)
+    params = _per_item(body.get("sampling_params"), n, "sampling_params", dict)
+    hidden = _per_item(body.get("return_hidden_states"), n, "return_hidden_states", bool)
+    requests = []
+    for prompt, rid, raw, wants in zip(prompts, rids, params, hidden, strict=True):
+        _check_prompt(prompt, context_length, vocab_size)
+        sampling, custom = _sampling(raw or {})
+        if wants and not can_capture:
+            raise BadRequest(
+                "The server is not configured to return the hidden states. "
+                "Please set `--enable-return-hidden-states` to enable this feature."
+            )
+        requests.append(
+            Request(
+                rid=rid or uuid.uuid4().hex,
+                input_ids=prompt,
+                params=sampling,
+                capture=bool(wants) and isinstance(custom, dict) and bool(custom.get("datagen")),
+                return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
+                arrived=now,
+            )
+        )
+        if wants and not requests[-1].capture:
+            raise BadRequest(
+                "Hidden states are handed over through the spool only: send custom_params "
+                '{"datagen": true}.'
+            )
+    if len({r.rid for r in requests}) != n:
+        raise BadRequest("Duplicate request IDs detected within the request.")
+    return requests, batch
+
+
+def _per_item(value: Any, n: int, name: str, kind: type) -> list[Any]:
+    values = value if isinstance(value, list) else [value] * n
+    if len(values) != n:
+        raise BadRequest(f"The length of {name} should be equal to the batch size.")
+    if n > 1 and kind is str and isinstance(value, str):
+        return [f"{value}_{i}" for i in range(n)]
+    for v in values:
+        if v is not None and not isinstance(v, kind):
+            raise BadRequest(f"{name} must be of type {kind.__name__}, got {type(v).__name__}.")
+    return values
+
+
+def _check_prompt(prompt: Any, context_length: int, vocab_size: int) -> None:
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRequest("input_ids must be a non-empty list of token ids.")
+    if not all(type(i) is int and 0 <= i < vocab_size for i in prompt):
+        raise BadRequest(f"The input_ids contain values out of the vocabulary of {vocab_size}.")
+    if len(prompt) >= context_length:
+        raise BadRequest(
+            f"The input ({len(prompt)} tokens) is longer than the model's context length "
+            f"({context_length} tokens)."
+        )
+
+
+def _sampling(raw: dict[str, Any]) -> tuple[SamplingParams, Any]:
+    unknown = raw.keys() - KNOWN_PARAMS - IGNORED_PARAMS
+    if unknown:
+        raise BadRequest(f"Unexpected keyword argument '{min(unknown)}' in sampling_params.")
+    if raw.get("n", 1) != 1:
+        raise BadRequest("n > 1 is not supported by this server.")
+    try:
+        stop = raw.get("stop") or ()
+        params = SamplingParams(
+            max_new_tokens=int(raw.get("max_new_tokens", 128)),
+            temperature=float(raw.get("temperature", 1.0)),
+            top_p=float(raw.get("top_p", 1.0)),
+            top_k=int(raw.get("top_k", -1)),
+            min_p=float(raw.get("min_p", 0.0)),
+            stop_token_ids=frozenset(int(i) for i in raw.get("stop_token_ids") or ()),
+            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            ignore_eos=bool(raw.get("ignore_eos", False)),
+            skip_special_tokens=bool(raw.get("skip_special_tokens", True)),
+            no_stop_trim=bool(raw.get("no_stop_trim", False)),
+            sampling_seed=None if raw.get("sampling_seed") is None else int(raw["sampling_seed"]),
+        )
+    except (TypeError, ValueError) as e:
+        raise BadRequest(f"sampling_params cannot be read: {e}") from e
+    if params.max_new_tokens < 0:
+        raise BadRequest(f"max_new_tokens must be at least 0, got {params.max_new_tokens}.")
+    if params.temperature < 0:
+        raise BadRequest(f"temperature must be non-negative, got {params.temperature}.")
+    if not 0 < params.top_p <= 1:
+        raise BadRequest(f"top_p must be in (0, 1], got {params.top_p}.")
+    if params.top_k < 1 and params.top_k != -1:
+        raise BadRequest(f"top_k must be -1 (disable), or at least 1, got {params.top_k}.")
+    return params, raw.get("custom_params")
