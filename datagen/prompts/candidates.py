@@ -34,7 +34,7 @@ from datagen.prompts.normalise import Skeleton
 from datagen.prompts.reader import Fault
 from datagen.prompts.words import WordHashes, hash_words, words_of
 
-FORMAT = 1
+FORMAT = 2
 MIN_TURN_WORDS = 5
 SAMPLES_PER_REASON = 3
 SCHEMA = pa.schema(

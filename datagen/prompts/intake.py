@@ -7,10 +7,12 @@ intake goes on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from datagen.prompts.candidates import (
     IntakeCounts,
     read_chunk,
 )  # fmt: skip
+from datagen.prompts.hub import hub_chunks, hub_revision
 from datagen.prompts.language import language_of
 from datagen.prompts.mix import Limits, Mix, Source, file_sha256
 from datagen.prompts.normalise import Skeleton, normalise
@@ -35,6 +38,9 @@ from datagen.prompts.reader import Fault, RawLine, parse_line, read_lines, read_
 
 CHUNK_ROWS = 16_384
 CHUNK_BYTES = 32 << 20
+TABLE_ROWS = 4096
+MOST_WAITING = 4
+"""Chunks of raw rows that may wait for a worker: what bounds the memory of reading ahead."""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 OnStep = Callable[[str, int, int | None], None]
 """Told (stage, done, total or None) while a long step runs."""
@@ -97,19 +103,44 @@ def readings_of(mix: Mix, sources: tuple[Source, ...]) -> list[Reading]:
     return [Reading(tuple(g), tuple(mix.limits_of(s) for s in g)) for g in groups.values()]
 
 
+def take_in_reading(
+    reading: Reading,
+    files: Sequence[Path],
+    cache: Path,
+    pool: Executor | None,
+    on_step: OnStep,
+) -> list[Intake]:
+    """Read an origin: its local files, or its hub dataset. Raises PromptDataError."""
+    source = reading.sources[0]
+    if source.dataset is not None:
+        revision = hub_revision(source)
+        key = cache_key(
+            "hub", FORMAT, TABLE_ROWS, source.dataset, source.subset, source.split, revision,
+            reading.settings(),
+        )  # fmt: skip
+        return [
+            take_in(
+                lambda made: hub_chunks(source, revision, TABLE_ROWS, made * TABLE_ROWS),
+                source.dataset, reading, cache / key, pool, on_step, where=source.dataset,
+            )
+        ]  # fmt: skip
+    return [take_in_file(path, reading, cache, pool, on_step) for path in files]
+
+
 def take_in_file(
     path: Path, reading: Reading, cache: Path, pool: Executor | None, on_step: OnStep
 ) -> Intake:
     """Read one local file. Raises PromptDataError when it is missing, damaged or of no use."""
-    key = cache_key(
-        "chunks", FORMAT, CHUNK_ROWS, CHUNK_BYTES, file_sha256(path), reading.settings()
-    )
-    rows = _table_chunks(path) if path.suffix in TABLE_SUFFIXES else _line_chunks(path)
-    return take_in(rows, path.name, reading, cache / key, pool, on_step, where=path)
+    key = cache_key("file", FORMAT, CHUNK_ROWS, CHUNK_BYTES, file_sha256(path), reading.settings())
+    chunks = _table_chunks if path.suffix in TABLE_SUFFIXES else _line_chunks
+    return take_in(
+        lambda made: islice(chunks(path), made, None),
+        path.name, reading, cache / key, pool, on_step, where=path,
+    )  # fmt: skip
 
 
 def take_in(
-    chunks: Iterator[list[Any]],
+    chunks_after: Callable[[int], Iterator[list[Any]]],
     label: str,
     reading: Reading,
     folder: Path,
@@ -118,23 +149,25 @@ def take_in(
     *,
     where: Path | str,
 ) -> Intake:
-    """Make the chunks of an origin, or find them in `folder`. `label` names it in the reports."""
+    """Make the chunks of an origin, or find them in `folder`.
+
+    `chunks_after(k)` gives the raw rows of chunk k and of those that follow; `label` names the
+    origin in the reports.
+    """
     done = folder / "done.json"
-    finished = _finished(done, folder)
-    made: list[Chunk] = finished or []
-    if finished is None:
-        futures: list[Future[Chunk]] = []
-        first = 1
-        for index, rows in enumerate(chunks):
-            path = folder / f"{index:05d}.arrow"
-            job = ChunkJob(rows, first, reading, path)
+    made = _made(folder)
+    if not _is_done(done, len(made)):
+        first = 1 + sum(chunk.counts().lines for chunk in made)
+        futures: deque[Future[Chunk]] = deque()
+        for index, rows in enumerate(chunks_after(len(made)), len(made)):
+            job = ChunkJob(rows, first, reading, folder / f"{index:05d}.arrow")
             first += len(rows)
             if pool is None:
                 made.append(make_chunk(job))
             else:
                 futures.append(pool.submit(make_chunk, job))
-                if index >= 4:  # bounded: few chunks of raw rows wait at a time
-                    futures[index - 4].result()
+                if len(futures) > MOST_WAITING:
+                    made.append(futures.popleft().result())
             on_step(f"read {label}", first - 1, None)
         made += [future.result() for future in futures]
         write_cached(done, orjson.dumps({"chunks": len(made)}))
@@ -152,10 +185,7 @@ def take_in(
 
 
 def make_chunk(job: ChunkJob) -> Chunk:
-    """Make one chunk unless it is in the cache. Pure but for the file it writes."""
-    found = read_chunk(job.path)
-    if found is not None:
-        return found
+    """Make one chunk. Pure but for the file it writes."""
     builder, counts = ChunkBuilder(), IntakeCounts()
     for number, raw in enumerate(job.rows, job.first):
         counts.lines += 1
@@ -228,21 +258,26 @@ def _table_chunks(path: Path) -> Iterator[list[dict[str, Any]]]:
     chunk: list[dict[str, Any]] = []
     for row in read_table_rows(path):
         chunk.append(row)
-        if len(chunk) == CHUNK_ROWS // 4:
+        if len(chunk) == TABLE_ROWS:
             yield chunk
             chunk = []
     if chunk:
         yield chunk
 
 
-def _finished(done: Path, folder: Path) -> list[Chunk] | None:
+def _made(folder: Path) -> list[Chunk]:
+    """The whole chunks in the cache, up to the first that is missing or torn."""
+    made: list[Chunk] = []
+    while (chunk := read_chunk(folder / f"{len(made):05d}.arrow")) is not None:
+        made.append(chunk)
+    return made
+
+
+def _is_done(done: Path, n_made: int) -> bool:
     try:
-        n_chunks = int(orjson.loads(done.read_bytes())["chunks"])
+        return bool(orjson.loads(done.read_bytes())["chunks"] == n_made)
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    chunks = [read_chunk(folder / f"{i:05d}.arrow") for i in range(n_chunks)]
-    whole = [c for c in chunks if c is not None]
-    return whole if len(whole) == n_chunks else None
+        return False
 
 
 @contextmanager

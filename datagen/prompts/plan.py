@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from datagen.prompts.cache import default_cache
-from datagen.prompts.dedup import later_copies
 from datagen.prompts.identity import below, draw
-from datagen.prompts.intake import Intake, OnStep, readings_of, take_in_file, worker_pool
-from datagen.prompts.mix import Mix
+from datagen.prompts.intake import (
+    Intake,
+    OnStep,
+    readings_of,
+    take_in_reading,
+    worker_pool,
+)
+from datagen.prompts.mix import Mix, Source
 from datagen.prompts.planned import PlannedRows
-from datagen.prompts.population import Population, gather
+from datagen.prompts.population import gather
 from datagen.prompts.report import PlanReport
+from datagen.prompts.screen import distinct, heldout_sets
 from datagen.prompts.select import take
 from datagen.prompts.split import held_out_rows, partition_numbers, plan_order
 from datagen.prompts.tokens import Fit, TokenCounter, TokenLedger
@@ -67,11 +72,14 @@ def build_plan(
     answer = max_new_tokens or profile.max_new_tokens
     answers = [min(s.max_new_tokens or answer, answer) for s in mix.all_sources]
     with worker_pool(workers) as pool:
-        intakes = _read(mix, folder, pool, step)
+        held_intakes = _read(mix, mix.heldout.sources, folder, pool, step)
+        intakes = [*held_intakes, *_read(mix, mix.sources, folder, pool, step)]
         report.enter_intakes(intakes)
         say(f"read {report.lines:,} rows")
         population = gather(mix, intakes)
-        usable = _distinct(mix, population, report)
+        sets = heldout_sets(mix, held_intakes, folder, pool, step)
+        usable = distinct(mix, population, sets, folder, pool, step, report)
+        say(f"{int(usable.sum()):,} distinct prompts, none of them held out")
     choice = seed + (mix.seed << 32)
     thinking = None
     if mix.thinking is not None and profile.thinking_kwarg is not None:
@@ -111,30 +119,14 @@ def build_plan(
     return PlanResult(planned, report)
 
 
-def _read(mix: Mix, cache: Path, pool: Executor | None, on_step: OnStep) -> list[Intake]:
-    """Every source of the mix; an origin that several share is read once."""
+def _read(
+    mix: Mix, sources: tuple[Source, ...], cache: Path, pool: Executor | None, on_step: OnStep
+) -> list[Intake]:
+    """Some sources of the mix; an origin that several share is read once."""
     return [
-        take_in_file(path, reading, cache, pool, on_step)
-        for sources in (mix.heldout.sources, mix.sources)
+        intake
         for reading in readings_of(mix, sources)
-        for path in mix.files_of(reading.sources[0])
+        for intake in take_in_reading(
+            reading, mix.files_of(reading.sources[0]), cache, pool, on_step
+        )
     ]
-
-
-def _distinct(mix: Mix, population: Population, report: PlanReport) -> npt.NDArray[np.bool_]:
-    """True for the candidates that repeat no other; the rest is entered into the books."""
-    usable = ~later_copies(population.exact_key)
-    _enter(mix, population, ~usable, "exact_duplicate", report)
-    return usable
-
-
-def _enter(
-    mix: Mix,
-    population: Population,
-    dropped: npt.NDArray[np.bool_],
-    reason: str,
-    report: PlanReport,
-) -> None:
-    counts = np.bincount(population.rank[dropped], minlength=len(mix.all_sources))
-    for source, count in zip(mix.all_sources, counts, strict=True):
-        report.drop(source.name, reason, int(count))

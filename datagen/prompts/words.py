@@ -33,10 +33,12 @@ def _word_pattern() -> re.Pattern[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in order."""
+    """The words of a text, in order; of a text without any, its symbols between spaces."""
     if text.isascii():
-        return _ASCII_WORD.findall(text.lower())
-    return _word_pattern().findall(unicodedata.normalize("NFKC", text).casefold())
+        words = _ASCII_WORD.findall(text.lower())
+    else:
+        words = _word_pattern().findall(unicodedata.normalize("NFKC", text).casefold())
+    return words or text.split()
 
 
 @functools.lru_cache(maxsize=4)
