@@ -66,5 +66,9 @@ class PrefectUnavailable(DatagenError):
     """The Prefect server does not answer."""
 
 
+class ServiceFailed(DatagenError):
+    """A background process of `make up` cannot start, or its port is another's."""
+
+
 class Interrupted(DatagenError):
     """The run was stopped on request; everything finished is on disk."""

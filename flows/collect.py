@@ -1,0 +1,120 @@
+"""Flow `datagen`, deployment `collect`: one task run per partition around the collect job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from pydantic import Field
+
+if __package__ in (None, ""):  # a worker loads this file by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from datagen.collect import CollectJob
+from datagen.config import collect_config
+from datagen.errors import DatagenError
+from flows.logs import flow_logger
+from flows.progress import RunView
+
+
+@flow(name="datagen", flow_run_name="{run}-{mix}-{target}", retries=0, persist_result=False)
+async def datagen(
+    run: Annotated[str, Field(description="A name under runs_dir, or a path")] = "demo",
+    mix: Annotated[str, Field(description="A mix by name, or the path of its .yaml")] = "demo",
+    target: Annotated[str, Field(description="A target profile, or its .yaml")] = "smollm2",
+    endpoints: Annotated[
+        str, Field(description="Server URLs, comma separated; empty is the profile's")
+    ] = "",
+    limit: Annotated[int, Field(description="Prompts to take; 0 is the whole mix", ge=0)] = 200,
+    max_new_tokens: Annotated[
+        int, Field(description="Tokens per response; 0 is the profile's", ge=0)
+    ] = 0,
+    temperature: Annotated[
+        float, Field(description="Of the train split; negative is the profile's")
+    ] = -1.0,
+    seed: Annotated[int, Field(description="Run seed; sampling seeds derive from it", ge=0)] = 0,
+    codec: Annotated[str, Field(description="How hidden states are stored")] = "plane",
+    runs_dir: Annotated[str, Field(description="Where runs named without a path live")] = "runs",
+    tokenizer: Annotated[
+        str, Field(description="Directory of the target's tokenizer; empty finds it")
+    ] = "",
+    partition_prompts: Annotated[int, Field(description="Prompts in a partition", ge=1)] = 25,
+    shard_mib: Annotated[int, Field(description="Size at which a shard is sealed", ge=1)] = 256,
+    spool_mib: Annotated[int, Field(description="Most states in flight", ge=1)] = 1024,
+    concurrency: Annotated[int, Field(description="First window of each endpoint", ge=1)] = 32,
+    attempts: Annotated[int, Field(description="Attempts before a row is rejected", ge=1)] = 3,
+    patience_s: Annotated[float, Field(description="Wait for a dead server, seconds")] = 300.0,
+) -> dict[str, Any]:
+    """Prompts in, verified shards of hidden states and a manifest out.
+
+    Run it again after anything: it goes on where the disk says it was.
+    """
+    log = flow_logger()
+    config = collect_config(
+        run=run, mix=mix, target=target, endpoints=endpoints, limit=limit,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
+        runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
+        shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
+        patience_s=patience_s,
+    )  # fmt: skip
+    try:
+        async with CollectJob.open(config, log.info) as job:
+            view = RunView(job)
+            async with _updating(view):
+                if not job.complete:
+                    await _collect_partitions(job)
+                manifest = await job.finish()
+            await view.finished(manifest)
+    except DatagenError as e:
+        log.error("%s", e)
+        raise
+    log.info("manifest: %s", job.manifest_path)
+    return {
+        "manifest": str(job.manifest_path),
+        "samples": manifest.samples.collected,
+        "rejected": sum(manifest.samples.rejected.values()),
+    }
+
+
+async def _collect_partitions(job: CollectJob) -> None:
+    """One task run per pending partition, as many open as keep the servers full."""
+    gate = asyncio.Semaphore(job.max_open_partitions)
+
+    @task(
+        name="collect-partition",
+        task_run_name="partition-{index:05d}",
+        cache_policy=NO_CACHE,  # the disk knows what is done; Prefect must not
+        persist_result=False,
+        retries=0,
+    )
+    async def collect_partition(index: int) -> dict[str, Any]:
+        summary = await job.collect_partition(index)
+        return {"collected": summary.collected, "rejected": sum(summary.rejected.values())}
+
+    async def one(index: int) -> None:
+        async with gate:
+            await collect_partition(index)
+
+    tasks = [asyncio.create_task(one(i)) for i in job.pending_partitions]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for pending in tasks:
+            pending.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _updating(view: RunView) -> Any:
+    updater = asyncio.create_task(view.keep_updated())
+    try:
+        yield
+    finally:
+        updater.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await updater

@@ -1,0 +1,148 @@
+"""Shows a run in the Prefect UI. The UI may fail at any time; the data never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+from uuid import UUID
+
+from prefect.artifacts import (
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
+from prefect.events import emit_event
+
+from datagen.collect import CollectJob
+from datagen.store.manifest import Manifest
+from flows.logs import flow_logger
+
+T = TypeVar("T")
+UI_TIMEOUT_S = 5.0
+UPDATE_EVERY_S = 10.0
+
+
+class RunView:
+    """The artifacts of one collect run. Every call is bounded in time and swallows no data error."""
+
+    def __init__(self, job: CollectJob) -> None:
+        self._job = job
+        self._artifact: UUID | None = None
+        self._complained = False
+
+    async def keep_updated(self) -> None:
+        """Update the progress artifact until cancelled, at most every ten seconds."""
+        while True:
+            await self.update()
+            await asyncio.sleep(UPDATE_EVERY_S)
+
+    async def update(self) -> None:
+        """Send the counters as they are now."""
+        now = self._job.snapshot()
+        if self._artifact is None:
+            self._artifact = await self._guarded(
+                acreate_progress_artifact(
+                    progress=now.percent, key="collect-progress", description=now.line()
+                )
+            )
+        else:
+            await self._guarded(
+                aupdate_progress_artifact(
+                    self._artifact, progress=now.percent, description=now.line()
+                )
+            )
+
+    async def finished(self, manifest: Manifest) -> None:
+        """The table of shards, the run summary, and the event that others can wait for."""
+        await self.update()
+        shards: list[dict[str, Any]] = [
+            {
+                "split": split,
+                "shard": f.path,
+                "samples": f.rows,
+                "tokens": f.tokens,
+                "MB": round(f.bytes / 1e6, 2),
+                "sha256": f.sha256[:16],
+            }
+            for split, entry in manifest.splits.items()
+            for f in entry.states
+        ]
+        await self._guarded(
+            acreate_table_artifact(
+                key="shards", table=shards, description="Shards of hidden states"
+            )
+        )
+        await self._guarded(
+            acreate_markdown_artifact(
+                key="run-summary",
+                markdown=summary_markdown(manifest, str(self._job.manifest_path.resolve())),
+                description=f"What run {manifest.run} holds",
+            )
+        )
+        emit_event(
+            "datagen.manifest.written",
+            resource={
+                "prefect.resource.id": f"datagen.manifest.{manifest.run}",
+                "prefect.resource.name": manifest.run,
+            },
+            payload={
+                "manifest": str(self._job.manifest_path.resolve()),
+                "samples": manifest.samples.collected,
+                "rejected": sum(manifest.samples.rejected.values()),
+                "stored_bytes": manifest.stored_bytes,
+            },
+        )
+
+    async def _guarded(self, call: Awaitable[T]) -> T | None:
+        """Await a UI call for a few seconds; a failure is logged once, and costs only the picture."""
+        try:
+            return await asyncio.wait_for(call, UI_TIMEOUT_S)
+        except Exception as e:  # noqa: BLE001 - whatever the UI throws, data goes on
+            if not self._complained:
+                flow_logger().warning("the Prefect UI is not updated (data goes on): %r", e)
+                self._complained = True
+            return None
+
+
+def summary_markdown(manifest: Manifest, path: str) -> str:
+    """The run card: what was collected, from what, and where it lies."""
+    samples = manifest.samples
+    rejected = ", ".join(f"{n:,} {r}" for r, n in samples.rejected.items()) or "none"
+    generated = sum(s.tokens_generated for s in manifest.splits.values())
+    captured = sum(s.tokens_captured for s in manifest.splits.values())
+    ratio = manifest.raw_bytes / manifest.stored_bytes if manifest.stored_bytes else 0.0
+    rows = [
+        ("target", f"{manifest.target['model']} ({manifest.target['dtype']})"),
+        (
+            "boundaries",
+            f"{manifest.states.boundaries} and the {manifest.states.final_norm}-norm final",
+        ),
+        ("prompts", f"{manifest.prompts:,}"),
+        ("samples planned", f"{samples.planned:,}"),
+        ("samples collected", f"{samples.collected:,}"),
+        ("samples rejected", rejected),
+        ("tokens generated", f"{generated:,}"),
+        ("tokens with states", f"{captured:,}"),
+        ("stored", f"{manifest.stored_bytes / 1e6:,.1f} MB, {ratio:.3f}x below raw"),
+        ("manifest", f"`{path}`"),
+        ("fingerprint", f"`{manifest.fingerprint[:16]}`"),
+    ]
+    splits = [
+        f"| {name} | {s.prompts:,} | {s.samples.collected:,} | {len(s.states)} |"
+        for name, s in manifest.splits.items()
+    ]
+    return "\n".join(
+        [
+            f"# Run {manifest.run}",
+            "",
+            "| | |",
+            "|-|-|",
+            *(f"| {name} | {value} |" for name, value in rows),
+            "",
+            "| split | prompts | samples | shards |",
+            "|-|-|-|-|",
+            *splits,
+        ]
+    )

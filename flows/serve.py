@@ -1,0 +1,126 @@
+"""`make up` runs this: one process that registers every deployment and runs what is asked of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from datetime import timedelta
+from typing import Any
+
+import httpx
+from prefect.automations import Automation
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitConfig,
+    ConcurrencyLimitStrategy,
+    StateType,
+)
+from prefect.deployments.runner import RunnerDeployment
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import TerminationSignal
+from prefect.runner import Runner
+from prefect.settings import PREFECT_API_URL
+from prefect.types.entrypoint import EntrypointType
+
+from datagen.errors import DatagenError, PrefectUnavailable
+from flows.collect import datagen
+from flows.services import SERVING
+
+SILENT_AFTER = timedelta(seconds=120)
+AUTOMATION = "datagen: crash silent runs"
+
+
+def require_server() -> None:
+    """Raise PrefectUnavailable unless the Prefect server answers."""
+    url = PREFECT_API_URL.value()
+    if not url:
+        raise PrefectUnavailable(
+            "no Prefect server is configured",
+            fix="run `make up`, and run this from the repository's root",
+        )
+    try:
+        httpx.get(f"{url}/health", timeout=5).raise_for_status()
+    except httpx.HTTPError as e:
+        raise PrefectUnavailable(
+            f"the Prefect server does not answer ({type(e).__name__})",
+            where=url,
+            fix="run `make up`",
+        ) from e
+
+
+async def crash_silent_runs() -> None:
+    """Have the server mark runs crashed that send no heartbeat: their machine lost power.
+
+    Without it such a run keeps the deployment's only slot for ever.
+    """
+    try:
+        await Automation.aread(name=AUTOMATION)
+    except ValueError:
+        await Automation(
+            name=AUTOMATION,
+            trigger=EventTrigger(
+                after={"prefect.flow-run.heartbeat"},
+                expect={"prefect.flow-run.*"},
+                match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=SILENT_AFTER,
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.CRASHED,
+                    name=None,
+                    message="no heartbeat: run it again to go on",
+                    force=False,
+                )
+            ],
+        ).acreate()
+
+
+async def deployments(endpoints: str) -> list[RunnerDeployment]:
+    """Every deployment. `endpoints`: where runs find the target unless they say otherwise.
+
+    The limit of one run is the deployment's, so it holds across restarts of this process.
+    """
+    parameters: dict[str, Any] = {"endpoints": endpoints} if endpoints else {}
+    collect = await datagen.ato_deployment(
+        name="collect",
+        description="Prompts in, verified shards of hidden states and a manifest out.",
+        tags=["datagen"],
+        parameters=parameters,
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+        ),
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return [collect]
+
+
+async def serve(endpoints: str) -> None:
+    """Serve until SIGTERM, which cancels the runs in progress: they flush, and resume next time."""
+    require_server()
+    await crash_silent_runs()
+    runner = Runner(pause_on_shutdown=False)
+    for deployment in await deployments(endpoints):
+        await runner.aadd_deployment(deployment)
+    print(SERVING, flush=True)
+    await runner.start()
+
+
+def main() -> None:
+    """Entry point of `python -m flows.serve`: one line for a known error, exit 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoints", default="", help="of the target, comma separated")
+    try:
+        asyncio.run(serve(parser.parse_args().endpoints))
+    except (KeyboardInterrupt, TerminationSignal):
+        print("stopped", flush=True)
+    except DatagenError as e:
+        sys.exit(f"datagen: error: {e}")
+
+
+if __name__ == "__main__":
+    main()
