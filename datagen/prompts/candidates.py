@@ -32,11 +32,12 @@ from datagen.prompts.cache import write_cached
 from datagen.prompts.identity import canonical_json, content_id
 from datagen.prompts.normalise import Skeleton
 from datagen.prompts.reader import Fault
-from datagen.prompts.words import WordHashes, hash_words, words_of
+from datagen.prompts.words import WordHashes, concatenated, hash_words, words_of
 
 FORMAT = 2
 MIN_TURN_WORDS = 5
 SAMPLES_PER_REASON = 3
+WORDS_AT_A_TIME = 1 << 17
 SCHEMA = pa.schema(
     [
         ("source", pa.uint16()),
@@ -138,6 +139,8 @@ class ChunkBuilder:
     def __init__(self) -> None:
         self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         self._texts: list[list[str]] = []
+        self._hashed: list[WordHashes] = []
+        self._waiting = 0
 
     def add(self, source: int, skeleton: Skeleton, description: Description) -> Fault | None:
         """Take a candidate in; a Fault when its content cannot be written as JSON."""
@@ -179,6 +182,9 @@ class ChunkBuilder:
             if role != "user":
                 flat.extend(spoken)
         self._texts.append(flat)
+        self._waiting += len(flat)
+        if self._waiting >= WORDS_AT_A_TIME:
+            self._hash()
         for name, cells in self._columns.items():
             if name != "words":
                 cells.append(row[name])
@@ -186,7 +192,8 @@ class ChunkBuilder:
 
     def write(self, path: Path, counts: IntakeCounts) -> None:
         """Write the chunk whole, by rename. Raises StorageFull."""
-        hashes = hash_words(self._texts)
+        self._hash()
+        hashes = concatenated(self._hashed)
         arrays = [
             pa.LargeListArray.from_arrays(pa.array(hashes.offsets), pa.array(hashes.words))
             if f.name == "words"
@@ -198,6 +205,11 @@ class ChunkBuilder:
         with pa.ipc.new_file(sink, schema) as writer:
             writer.write_batch(pa.record_batch(arrays, schema=schema))
         write_cached(path, sink.getvalue())
+
+    def _hash(self) -> None:
+        """Turn the words that wait into numbers: text takes twenty times the room."""
+        self._hashed.append(hash_words(self._texts))
+        self._texts, self._waiting = [], 0
 
 
 def _key(*parts: bytes) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -36,9 +37,9 @@ from datagen.prompts.mix import Limits, Mix, Source, file_sha256
 from datagen.prompts.normalise import Skeleton, normalise
 from datagen.prompts.reader import Fault, RawLine, parse_line, read_lines, read_table_rows
 
-CHUNK_ROWS = 16_384
-CHUNK_BYTES = 32 << 20
-TABLE_ROWS = 4096
+CHUNK_ROWS = 4096
+CHUNK_BYTES = 8 << 20
+TABLE_ROWS = 2048
 MOST_WAITING = 4
 """Chunks of raw rows that may wait for a worker: what bounds the memory of reading ahead."""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -282,9 +283,19 @@ def _is_done(done: Path, n_made: int) -> bool:
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[Executor | None]:
-    """Processes for chunks; none at all when one worker is enough."""
+    """Processes for chunks; none at all when one worker is enough.
+
+    Raises PromptDataError when a process is killed under it.
+    """
     if workers <= 1:
         yield None
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield pool
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            yield pool
+    except BrokenProcessPool as e:
+        raise PromptDataError(
+            "a worker process died while reading prompts",
+            fix="run the same command again: it goes on where it stopped; with fewer workers if "
+            "memory is short",
+        ) from e

@@ -22,6 +22,7 @@ MOST_NEIGHBOURS = 32
 ESTIMATE_MARGIN = 0.19
 """Three standard deviations of a 64-permutation estimate at 0.82."""
 PAIRS_AT_A_TIME = 1 << 16
+SHINGLES_AT_A_TIME = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _jaccard(
     order = np.argsort(pairs[:, 1], kind="stable")
     shared = np.zeros(len(pairs), dtype=np.int64)
     work = np.cumsum(sizes[pairs[order, 0]])
-    cuts = np.searchsorted(work, np.arange(0, work[-1] + 1, 1 << 22))
+    cuts = np.searchsorted(work, np.arange(0, work[-1] + 1, SHINGLES_AT_A_TIME))
     for part in np.split(order, np.unique(cuts)):
         left, right = pairs[part, 0], pairs[part, 1]
         counts = sizes[left]

@@ -1,7 +1,7 @@
 """Mix files: which prompts a run takes, from where, how many of each, and under which rules.
 
 A mix is a YAML file (`prompts/mixes/*.yaml`). Unknown keys are errors. Paths are relative to the
-mix file. Every key is described where it is declared below, and in docs/prompts.md.
+mix file. Every key is described where it is declared below, and in prompts/README.md.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class Source(StrictModel):
     category: str | None = None
     language: str | None = None
     gated: bool = False
+    near_dedup: bool = True
+    """False for several questions about one long text: near, but no duplicates."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Lower limit on the length of the answers to this source's prompts."""
     note: str | None = None

@@ -62,7 +62,8 @@ def distinct(
     usable &= ~copies
     if near is not None:
         on_step("find near duplicates", 0, None)
-        copies = near_copies(population, jobs, near, usable)
+        compared = np.array([source.near_dedup for source in mix.all_sources])[population.rank]
+        copies = near_copies(population, jobs, near, usable & compared)
         _enter(mix, population, copies, "near_duplicate", report)
         usable &= ~copies
     return np.asarray(usable)

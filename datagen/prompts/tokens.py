@@ -24,6 +24,7 @@ from datagen.target.tokens import Conversation
 
 UNKNOWN, REFUSED = -1, -2
 SAVE_EVERY = 50_000
+CHARS_AT_A_TIME = 1 << 20
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -97,15 +98,24 @@ class TokenLedger:
         return self._counts[chunk]
 
     def _measure(self, rows: I64) -> npt.NDArray[np.int32]:
+        counts: list[int] = []
         conversations: list[Conversation] = []
+        room = CHARS_AT_A_TIME
         for row, texts in zip(rows, self._population.take(rows, "messages", "tools"), strict=True):
             tools = orjson.loads(texts["tools"]) if texts["tools"] else None
             thinking = None if self._thinking is None else bool(self._thinking[row])
             conversations.append((_whole_context(orjson.loads(texts["messages"])), tools, thinking))
+            room -= len(texts["messages"]) + len(texts["tools"] or "")
+            if room <= 0:
+                counts += self._measure_some(conversations)
+                conversations, room = [], CHARS_AT_A_TIME
+        return np.array([*counts, *self._measure_some(conversations)], dtype=np.int32)
+
+    def _measure_some(self, conversations: list[Conversation]) -> list[int]:
         try:
-            return np.array(self._counter.count_many(conversations), dtype=np.int32)
+            return list(self._counter.count_many(conversations))
         except REFUSALS:
-            return np.array([self._measure_one(c) for c in conversations], dtype=np.int32)
+            return [self._measure_one(c) for c in conversations]
 
     def _measure_one(self, conversation: Conversation) -> int:
         try:

@@ -84,6 +84,14 @@ def hash_words(texts: list[list[str]]) -> WordHashes:
     return WordHashes(words, offsets)
 
 
+def concatenated(parts: list[WordHashes]) -> WordHashes:
+    """The texts of all parts, in order."""
+    counts = [np.zeros(0, dtype=np.int64), *(part.counts for part in parts)]
+    words = [np.zeros(0, dtype=np.uint32), *(part.words for part in parts)]
+    offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts)))).astype(np.int64)
+    return WordHashes(np.concatenate(words), offsets)
+
+
 def _blocks(texts: list[list[str]], words: int = 1 << 17) -> Iterator[list[str]]:
     """The words of all texts, in blocks of about `words`."""
     block: list[str] = []
