@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -46,6 +47,9 @@ def serve(
     max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 16,
 ) -> None:
     """Serve the embedded target: SGLang's API over a real small model, on this CPU."""
+    # libgomp reads this when torch loads it: threads that spin between kernels stall each other as
+    # soon as anything else, such as the collector, wants a core (30x slower, benchmarks/embedded.py)
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from datagen.embedded.server import serve as serve_target
 
     serve_target(
