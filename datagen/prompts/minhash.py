@@ -71,17 +71,31 @@ def near_duplicates(
     neither dropped nor compared with.
     """
     rows = np.flatnonzero(comparable & sketches.sketched)
-    pairs = _proposed(sketches.bands[rows], sketches.low[rows], near.threshold)
     dropped = np.zeros(len(comparable), dtype=np.bool_)
+    while True:
+        pairs = _proposed(sketches.bands[rows], sketches.low[rows], near.threshold)
+        for earlier, later in rows[_alike(pairs, rows, words_of, near)].tolist():
+            if not dropped[earlier]:
+                dropped[later] = True
+        left = rows[~dropped[rows]]
+        if len(left) == len(rows):
+            return dropped
+        rows = left  # crowds are compared in part: again, until none that stays resembles another
+
+
+def _alike(
+    pairs: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    words_of: Callable[[npt.NDArray[np.int64]], WordHashes],
+    near: Near,
+) -> npt.NDArray[np.int64]:
+    """The pairs whose exact similarity reaches the threshold, by their later text, [m, 2]."""
     if len(pairs) == 0:
-        return dropped
+        return pairs
     involved = np.unique(pairs)
     similarity = _jaccard(np.searchsorted(involved, pairs), words_of(rows[involved]), near)
     alike = pairs[similarity >= near.threshold]
-    for earlier, later in rows[alike[np.lexsort((alike[:, 0], alike[:, 1]))]].tolist():
-        if not dropped[earlier]:
-            dropped[later] = True
-    return dropped
+    return alike[np.lexsort((alike[:, 0], alike[:, 1]))]
 
 
 def _permutations(count: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
@@ -109,9 +123,11 @@ def _proposed(
     """Pairs (earlier, later) that share a band and whose signatures agree well enough, [m, 2].
 
     Within a run of equal bands, texts stand in the order of the next band, so that the most alike
-    are neighbours; each is paired with the 32 before it and with the first of its run.
+    are neighbours; each is paired with the 32 before it and with the earliest text of its run.
     """
     n_texts, n_bands = bands.shape
+    if n_texts == 0:
+        return np.zeros((0, 2), dtype=np.int64)
     found: list[npt.NDArray[np.int64]] = []
     for b in range(n_bands):
         key = bands[:, b].astype(np.uint64) << np.uint64(32)
@@ -120,16 +136,17 @@ def _proposed(
         starts = np.flatnonzero(np.concatenate(([True], run[1:] != run[:-1])))
         lengths = np.diff(np.append(starts, n_texts))
         place = np.arange(n_texts) - np.repeat(starts, lengths)
-        leader = np.repeat(starts, lengths)
+        earliest = np.repeat(np.minimum.reduceat(order, starts), lengths)
         for distance in range(1, MOST_NEIGHBOURS + 2):
             later = np.flatnonzero(place >= distance)
             if len(later) == 0:
                 break
-            earlier = later - distance if distance <= MOST_NEIGHBOURS else leader[later]
-            found.append(_agreeing(order[earlier], order[later], low, threshold))
+            near_by = distance <= MOST_NEIGHBOURS
+            earlier = order[later - distance] if near_by else earliest[later]
+            found.append(_agreeing(earlier, order[later], low, threshold))
     codes = [np.minimum(p[:, 0], p[:, 1]) * n_texts + np.maximum(p[:, 0], p[:, 1]) for p in found]
-    unique = np.unique(np.concatenate(codes)) if codes else np.zeros(0, dtype=np.int64)
-    return np.stack([unique // max(n_texts, 1), unique % max(n_texts, 1)], axis=1)
+    unique = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *codes]))
+    return np.stack([unique // n_texts, unique % n_texts], axis=1)
 
 
 def _agreeing(
@@ -143,7 +160,7 @@ def _agreeing(
     least = (threshold - ESTIMATE_MARGIN) * low.shape[1]
     for start in range(0, len(left), PAIRS_AT_A_TIME):
         a, b = left[start : start + PAIRS_AT_A_TIME], right[start : start + PAIRS_AT_A_TIME]
-        enough = (low[a] == low[b]).sum(axis=1) >= least
+        enough = ((low[a] == low[b]).sum(axis=1) >= least) & (a != b)
         kept.append(np.stack([a[enough], b[enough]], axis=1))
     return np.concatenate(kept)
 

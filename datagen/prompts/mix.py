@@ -208,7 +208,14 @@ class Mix(StrictModel):
         if any(c in pattern for c in "*?["):
             paths = [Path(p) for p in sorted(glob.glob(str(base / pattern), recursive=True))]
         else:
-            paths = [base / pattern] if (base / pattern).exists() else []
+            try:
+                paths = [base / pattern] if (base / pattern).exists() else []
+            except OSError as e:
+                raise PromptDataError(
+                    f"the data file cannot be read: {e.strerror}",
+                    where=base / pattern,
+                    fix="check the permissions of its directory",
+                ) from e
         if not paths:
             raise PromptDataError(
                 f"mix '{self.name}' names a data file that does not exist",
