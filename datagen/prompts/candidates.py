@@ -8,9 +8,10 @@ A chunk is an Arrow IPC file without compression in the cache, one row per candi
     exact_key uint64      words of every message, by role, and the tools
     tools_key uint64      the tools alone
     tie uint64            the rest of the row, for a choice between rows of equal content
-    chars uint32          n_turns uint16          user_words uint32
+    chars uint32          n_turns uint16
+    turn_words list<uint32>    words of each user message
     words large_list<uint32>   word hashes: those of user messages first, then the others
-    turns large_list<uint64>   one hash per user turn of at least 5 words, then that of all of them
+    turns large_list<uint64>   one hash per user turn, then that of all of them together
 Schema metadata `intake`: JSON of the chunk's IntakeCounts.
 """
 
@@ -34,8 +35,7 @@ from datagen.prompts.normalise import Skeleton
 from datagen.prompts.reader import Fault
 from datagen.prompts.words import WordHashes, concatenated, hash_words, words_of
 
-FORMAT = 2
-MIN_TURN_WORDS = 5
+FORMAT = 4
 SAMPLES_PER_REASON = 3
 WORDS_AT_A_TIME = 1 << 17
 SCHEMA = pa.schema(
@@ -54,7 +54,7 @@ SCHEMA = pa.schema(
         ("tie", pa.uint64()),
         ("chars", pa.uint32()),
         ("n_turns", pa.uint16()),
-        ("user_words", pa.uint32()),
+        ("turn_words", pa.list_(pa.uint32())),
         ("words", pa.large_list(pa.uint32())),
         ("turns", pa.large_list(pa.uint64())),
     ]
@@ -172,11 +172,8 @@ class ChunkBuilder:
             "tie": _key(repr((told, row["messages"], row["tools"])).encode()),
             "chars": sum(len(m["content"]) for m in messages),
             "n_turns": skeleton.n_turns,
-            "user_words": len(flat),
-            "turns": [
-                *(_turn_key(spoken) for spoken in asked if len(spoken) >= MIN_TURN_WORDS),
-                _turn_key(flat),
-            ],
+            "turn_words": [len(spoken) for spoken in asked],
+            "turns": [*map(_turn_key, asked), _turn_key(flat)],
         }
         for role, spoken in words:
             if role != "user":

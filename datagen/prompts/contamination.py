@@ -5,7 +5,7 @@ A prompt is contaminated when
     - or it shares a word n-gram with a held-out prompt, and
       either it is shorter than `long_text_words`,
       or the n-grams it shares are at least `long_text_share` of its own,
-      or they are at least half of those of one held-out prompt.
+      or they are at least half of those of one held-out turn.
 The length-aware part keeps long transcripts whose boilerplate happens to recur elsewhere, and still
 finds a held-out prompt planted in the middle of one. Case, punctuation and spacing never matter.
 Held-out prompts shorter than one n-gram are found as whole turns only.
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from datagen.prompts.cache import load_arrays, save_arrays
 from datagen.prompts.candidates import Chunk
@@ -30,6 +31,7 @@ from datagen.prompts.words import WordHashes, ngram_hashes
 
 NO_SET = -1
 ITEM_SHARE = 0.5
+MIN_TURN_WORDS = 5
 FILTER_BITS = 24
 
 
@@ -38,8 +40,8 @@ class HeldoutIndex:
     """All held-out prompts, for look-up.
 
     turns uint64 [t] sorted, turn_set int16 [t]: whole turns and prompts, and their set.
-    grams uint64 [g] sorted, with repeats: n-grams; gram_item int32 [g]: the prompt each belongs to.
-    item_set int16 [p], item_grams int32 [p]: each prompt's set, and how many n-grams it has.
+    grams uint64 [g] sorted, with repeats: n-grams; gram_item int32 [g]: the user turn of each.
+    item_set int16 [p], item_grams int32 [p]: each user turn's set, and how many n-grams it has.
     """
 
     turns: npt.NDArray[np.uint64]
@@ -88,9 +90,9 @@ def build_index(sets: Sequence[Sequence[Chunk]], rule: Decontaminate) -> Heldout
     n_items = 0
     for number, chunks in enumerate(sets):
         for chunk in chunks:
-            batch = chunk.columns("user_words", "turns")
-            hashes = _user_words(chunk.words(), batch.column("user_words").to_numpy())
-            found, owner = ngram_hashes(hashes, rule.ngram_words)
+            batch = chunk.columns("turn_words", "turns")
+            user_turns = _user_turns(chunk.words(), batch.column("turn_words"))
+            found, owner = ngram_hashes(user_turns, rule.ngram_words)
             order = np.lexsort((found, owner))
             found, owner = found[order], owner[order]
             new = np.ones(len(found), dtype=np.bool_)
@@ -100,8 +102,8 @@ def build_index(sets: Sequence[Sequence[Chunk]], rule: Decontaminate) -> Heldout
             of_chunk = batch.column("turns").values.to_numpy()
             turns.append(of_chunk)
             turn_set.append(np.full(len(of_chunk), number, dtype=np.int16))
-            item_set.append(np.full(batch.num_rows, number, dtype=np.int16))
-            n_items += batch.num_rows
+            item_set.append(np.full(len(user_turns.counts), number, dtype=np.int16))
+            n_items += len(user_turns.counts)
     every_turn, every_gram = _joined(turns, np.uint64), _joined(grams, np.uint64)
     items = _joined(gram_item, np.int32)
     every_turn, first = np.unique(every_turn, return_index=True)
@@ -121,13 +123,20 @@ def contaminated(chunk: Chunk, index_path: Path, rule: Decontaminate) -> npt.NDA
     index = load_index(index_path)
     hashes = chunk.words()
     result = _by_grams(hashes, index, _filter(index_path), rule)
-    column = chunk.columns("turns").column(0)
-    turns, offsets = column.values.to_numpy(), column.offsets.to_numpy()
-    at = np.minimum(np.searchsorted(index.turns, turns), max(len(index.turns) - 1, 0))
+    batch = chunk.columns("turn_words", "turns")
+    turns, offsets = (
+        batch.column("turns").values.to_numpy(),
+        batch.column("turns").offsets.to_numpy(),
+    )
+    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    is_whole = np.zeros(len(turns), dtype=np.bool_)
+    is_whole[offsets[1:] - 1] = True
+    counts = is_whole.copy()
+    counts[~is_whole] = batch.column("turn_words").values.to_numpy() >= MIN_TURN_WORDS
     if len(index.turns):
-        hit = np.flatnonzero(index.turns[at] == turns)
-        owner = np.searchsorted(offsets, hit, side="right") - 1
-        result[owner[::-1]] = index.turn_set[at[hit[::-1]]]
+        at = np.minimum(np.searchsorted(index.turns, turns), len(index.turns) - 1)
+        hit = np.flatnonzero((index.turns[at] == turns) & counts)[::-1]  # the first one stays
+        result[owner[hit]] = index.turn_set[at[hit]]
     return result
 
 
@@ -162,7 +171,7 @@ def _by_grams(
 
 
 def _most_covered(first: npt.NDArray[np.int64], index: HeldoutIndex) -> tuple[int, float]:
-    """Of the held-out prompts that have the n-grams at `first`, the one most of which is found."""
+    """Of the held-out turns that have the n-grams at `first`, the one most of which is found."""
     last = np.searchsorted(index.grams, index.grams[first], side="right")
     lengths = last - first
     places = np.repeat(first, lengths) + np.arange(lengths.sum())
@@ -173,13 +182,15 @@ def _most_covered(first: npt.NDArray[np.int64], index: HeldoutIndex) -> tuple[in
     return int(items[best]), float(covers[best])
 
 
-def _user_words(hashes: WordHashes, user_words: npt.NDArray[np.uint32]) -> WordHashes:
-    """The words of user messages alone: a chunk has them in front."""
-    lengths = user_words.astype(np.int64)
-    starts = hashes.offsets[:-1]
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    words = hashes.words[np.repeat(starts, lengths) + within]
-    return WordHashes(words, np.concatenate(([0], np.cumsum(lengths))))
+def _user_turns(hashes: WordHashes, turn_words: pa.ListArray) -> WordHashes:
+    """Every user turn of a chunk as a text of its own: a chunk has their words in front, in order."""
+    lengths = turn_words.values.to_numpy().astype(np.int64)
+    of_row = turn_words.offsets.to_numpy()
+    before = np.concatenate(([0], np.cumsum(lengths)))
+    owner = np.repeat(np.arange(len(of_row) - 1), np.diff(of_row))
+    starts = hashes.offsets[owner] + before[:-1] - before[of_row[owner]]
+    within = np.arange(lengths.sum()) - np.repeat(before[:-1], lengths)
+    return WordHashes(hashes.words[np.repeat(starts, lengths) + within], before)
 
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
