@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.exceptions import FailedRun
+from prefect.states import Failed
 from pydantic import Field
-
-if __package__ in (None, ""):  # a worker loads this file by its path
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from datagen.collect import CollectJob
 from datagen.config import collect_config
@@ -49,20 +48,20 @@ async def datagen(
     concurrency: Annotated[int, Field(description="First window of each endpoint", ge=1)] = 32,
     attempts: Annotated[int, Field(description="Attempts before a row is rejected", ge=1)] = 3,
     patience_s: Annotated[float, Field(description="Wait for a dead server, seconds")] = 300.0,
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
 
     Run it again after anything: it goes on where the disk says it was.
     """
     log = flow_logger()
-    config = collect_config(
-        run=run, mix=mix, target=target, endpoints=endpoints, limit=limit,
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
-        runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
-        shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-        patience_s=patience_s,
-    )  # fmt: skip
     try:
+        config = collect_config(
+            run=run, mix=mix, target=target, endpoints=endpoints, limit=limit,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
+            runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
+            shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
+            patience_s=patience_s,
+        )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)
             async with _updating(view):
@@ -72,7 +71,7 @@ async def datagen(
             await view.finished(manifest)
     except DatagenError as e:
         log.error("%s", e)
-        raise
+        return Failed(message=str(e))  # raised, it would be a page of traceback
     log.info("manifest: %s", job.manifest_path)
     return {
         "manifest": str(job.manifest_path),
@@ -84,33 +83,41 @@ async def datagen(
 async def _collect_partitions(job: CollectJob) -> None:
     """One task run per pending partition, as many open as keep the servers full."""
     gate = asyncio.Semaphore(job.max_open_partitions)
+    failures: list[DatagenError] = []
 
     @task(
         name="collect-partition",
         task_run_name="partition-{index:05d}",
         cache_policy=NO_CACHE,  # the disk knows what is done; Prefect must not
         persist_result=False,
-        retries=0,
+        retries=0,  # rows are retried by the job, each by itself
     )
-    async def collect_partition(index: int) -> dict[str, Any]:
-        summary = await job.collect_partition(index)
+    async def collect_partition(index: int) -> dict[str, Any] | State[Any]:
+        try:
+            summary = await job.collect_partition(index)
+        except DatagenError as e:
+            failures.append(e)
+            return Failed(message=str(e))
         return {"collected": summary.collected, "rejected": sum(summary.rejected.values())}
 
     async def one(index: int) -> None:
         async with gate:
-            await collect_partition(index)
+            try:
+                await collect_partition(index)
+            except FailedRun:
+                raise failures[0] from None
 
     tasks = [asyncio.create_task(one(i)) for i in job.pending_partitions]
     try:
         await asyncio.gather(*tasks)
-    finally:
+    finally:  # of a failure or a cancellation: the other partitions close their files
         for pending in tasks:
             pending.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
-async def _updating(view: RunView) -> Any:
+async def _updating(view: RunView) -> AsyncIterator[None]:
     updater = asyncio.create_task(view.keep_updated())
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 from uuid import UUID
@@ -22,6 +23,8 @@ from flows.logs import flow_logger
 T = TypeVar("T")
 UI_TIMEOUT_S = 5.0
 UPDATE_EVERY_S = 10.0
+LOG_EVERY = 3  # updates
+MAX_TABLE_ROWS = 500
 
 
 class RunView:
@@ -34,8 +37,10 @@ class RunView:
 
     async def keep_updated(self) -> None:
         """Update the progress artifact until cancelled, at most every ten seconds."""
-        while True:
+        for n in itertools.count():
             await self.update()
+            if n % LOG_EVERY == 1:
+                flow_logger().info("%s", self._job.snapshot().line())
             await asyncio.sleep(UPDATE_EVERY_S)
 
     async def update(self) -> None:
@@ -69,9 +74,12 @@ class RunView:
             for split, entry in manifest.splits.items()
             for f in entry.states
         ]
+        shown = shards[:MAX_TABLE_ROWS]
         await self._guarded(
             acreate_table_artifact(
-                key="shards", table=shards, description="Shards of hidden states"
+                key="shards",
+                table=shown,
+                description=f"{len(shown):,} of {len(shards):,} shards of hidden states",
             )
         )
         await self._guarded(
@@ -81,7 +89,11 @@ class RunView:
                 description=f"What run {manifest.run} holds",
             )
         )
-        emit_event(
+        await self._guarded(self._emit_manifest_written(manifest))
+
+    async def _emit_manifest_written(self, manifest: Manifest) -> None:
+        await asyncio.to_thread(
+            emit_event,
             "datagen.manifest.written",
             resource={
                 "prefect.resource.id": f"datagen.manifest.{manifest.run}",
