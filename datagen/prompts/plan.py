@@ -87,17 +87,19 @@ def build_plan(
     ledger = TokenLedger(
         population, renderer, thinking, [mix.thinking and mix.thinking.on_share, mix.seed]
     )
-    takings = take(
-        mix,
-        population,
-        usable,
-        draw(population.first_8, "select", choice),
-        limit,
-        Fit(mix, profile, population, ledger, answers),
-        report,
-        lambda name, n: step(f"select {name}", n, None),
-    )
-    ledger.save()
+    try:
+        takings = take(
+            mix,
+            population,
+            usable,
+            draw(population.first_8, "select", choice),
+            limit,
+            Fit(mix, profile, population, ledger, answers),
+            report,
+            lambda name, n: step(f"select {name}", n, None),
+        )
+    finally:  # what was counted is not counted again after an interrupt
+        ledger.save()
     rows = np.array([r for t in takings for r in t.taken], dtype=np.int64)
     tokens = np.array([n for t in takings for n in t.tokens], dtype=np.int32)
     for taking in takings:

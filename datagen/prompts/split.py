@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 
+from datagen.errors import PromptDataError
 from datagen.prompts.identity import below, draw
 from datagen.prompts.mix import Mix
 from datagen.prompts.population import I64, Population
@@ -34,3 +38,14 @@ def partition_numbers(heldout: npt.NDArray[np.bool_], partition_prompts: int) ->
     used = int(first[-1]) + 1 if n_heldout else 0
     rest = np.arange(len(heldout) - n_heldout) // partition_prompts
     return np.concatenate([first, rest + used]).astype(np.int64)
+
+
+def require_disjoint(train: Iterable[str], heldout: Iterable[str], where: str | Path) -> None:
+    """Raises PromptDataError when a prompt id is in both sets: what was trained on measures nothing."""
+    both = sorted(set(train) & set(heldout))
+    if both:
+        raise PromptDataError(
+            f"{len(both):,} held-out prompts were trained on, {both[0]} among them",
+            where=where,
+            fix="evaluate on prompts of another plan, or train without them",
+        )

@@ -21,6 +21,7 @@ from datagen.prompts import intake
 from datagen.prompts.identity import prompt_id
 from datagen.prompts.mix import load_mix, mix_digest
 from datagen.prompts.plan import PlanResult, build_plan
+from datagen.prompts.split import require_disjoint
 from datagen.store.plan import write_plan
 from datagen.target.profile import Profile, load_profile
 from datagen.target.tokens import Conversation
@@ -118,6 +119,12 @@ def test_a_held_out_prompt_is_never_trained_on(
     assert not by_split["train"] & by_split["heldout"]
     assert 20 + 5 < len(by_split["heldout"]) < 20 + 35
     assert result.report.digests["train"] != result.report.digests["heldout"]
+
+
+def test_an_overlap_of_the_splits_is_refused() -> None:
+    require_disjoint(["a", "b"], ["c"], "run")
+    with pytest.raises(PromptDataError, match=r"1 held-out prompts were trained on, b among them"):
+        require_disjoint(["a", "b"], ["c", "b"], "run")
 
 
 def test_held_out_by_hash_stays_held_out_when_the_mix_grows(
