@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -127,22 +126,27 @@ def stop(service: Service) -> int | None:
 
 
 def _spawn(service: Service) -> int:
+    """Its own session, its output in its log; not our child to wait for, so no Popen."""
     lock = os.open(service.pid_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with service.log.open("wb") as log:
-            process = subprocess.Popen(  # outlives us: its own session, its output in its log
-                service.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
+        os.set_inheritable(lock, True)
         service.address_file.write_text(service.address, encoding="utf-8")
+        to_log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        pid = os.posix_spawn(
+            service.command[0],
+            service.command,
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(service.log), to_log, 0o644),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
         os.ftruncate(lock, 0)
-        os.pwrite(lock, str(process.pid).encode(), 0)
-        return process.pid
+        os.pwrite(lock, str(pid).encode(), 0)
+        return pid
     finally:
         os.close(lock)
 

@@ -1,0 +1,211 @@
+"""The flow over a real Prefect server, a real flow process and a real target process."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datagen.config import collect_config
+from datagen.store.run_status import run_status
+from tests.collect.harness import Bench, responses, rows_done, state_ids
+from tests.flows.conftest import PROMPTS, Prefect, eventually, manifest_of, settings
+from tests.tiny import free_port
+
+pytestmark = pytest.mark.prefect
+LONG = 200  # tokens per response: long enough to be met in the middle
+
+
+@pytest.fixture(scope="module")
+def finished(prefect: Prefect, bench: Bench) -> Path:
+    """A run that a single `prefect deployment run datagen/collect --watch` collected."""
+    run = bench.folder / "finished"
+    done = prefect.deployment_run("--watch", **settings(bench, run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "capture proven" in done.stdout, "log lines are streamed"
+    return run
+
+
+def test_a_deployment_run_collects_everything(bench: Bench, finished: Path) -> None:
+    manifest = manifest_of(finished)
+    assert manifest is not None
+    assert manifest.prompts == PROMPTS + PROMPTS // 10
+    assert manifest.samples.collected == manifest.samples.planned
+    checked = bench.verify("finished")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_each_partition_is_one_task_run_named_by_its_index(
+    prefect: Prefect, finished: Path
+) -> None:
+    (flow_run,) = prefect.flow_runs(finished)
+    n = run_status(finished).partitions
+    assert n == 7, "six of train, one of heldout"
+    expected = [(f"partition-{i:05d}", "COMPLETED") for i in range(n)]
+
+    def recorded() -> bool:
+        runs = prefect.task_runs(flow_run)
+        return sorted((t["name"], t["state_type"]) for t in runs) == expected
+
+    eventually(recorded, within_s=20)
+
+
+def test_a_flow_run_is_named_by_its_run_and_mix(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    (flow_run,) = prefect.flow_runs(finished)
+    assert str(finished) in flow_run["name"]
+    assert str(bench.mix) in flow_run["name"]
+
+
+def test_the_progress_artifact_ends_complete_and_says_everything(
+    prefect: Prefect, finished: Path
+) -> None:
+    (flow_run,) = prefect.flow_runs(finished)
+    progress = prefect.artifacts(flow_run)["collect-progress"]
+    assert progress["type"] == "progress"
+    assert progress["data"] == 100
+    for words in ("100.0 %", "7/7 partitions", "33/33 prompts", "tok/s", "of states"):
+        assert words in progress["description"]
+
+
+def test_the_table_and_the_summary_tell_what_the_manifest_holds(
+    prefect: Prefect, finished: Path
+) -> None:
+    import json
+
+    (flow_run,) = prefect.flow_runs(finished)
+    manifest = manifest_of(finished)
+    assert manifest is not None
+    artifacts = prefect.artifacts(flow_run)
+    table = json.loads(artifacts["shards"]["data"])
+    shards = [s for split in manifest.splits.values() for s in split.states]
+    assert [(r["shard"], r["samples"], r["tokens"]) for r in table] == [
+        (s.path, s.rows, s.tokens) for s in shards
+    ]
+    summary = artifacts["run-summary"]["data"]
+    assert str(finished / "manifest.json") in summary
+    assert f"| samples collected | {manifest.samples.collected:,} |" in summary
+    assert manifest.fingerprint[:16] in summary
+
+
+def test_a_written_manifest_is_an_event_that_names_it(prefect: Prefect, finished: Path) -> None:
+    def written() -> list[dict[str, Any]]:
+        import httpx
+
+        answer = httpx.post(
+            f"{prefect.server.address}/events/filter",
+            json={"filter": {"event": {"name": ["datagen.manifest.written"]}}},
+            timeout=30,
+        )
+        found = answer.raise_for_status().json()["events"]
+        path = str(finished / "manifest.json")
+        return [e for e in found if e["payload"]["manifest"] == path]
+
+    event = eventually(written, within_s=20)[0]
+    manifest = manifest_of(finished)
+    assert manifest is not None
+    assert event["payload"]["samples"] == manifest.samples.collected
+    (flow_run,) = prefect.flow_runs(finished)
+    assert f"prefect.flow-run.{flow_run['id']}" in {
+        r["prefect.resource.id"] for r in event["related"]
+    }
+
+
+def test_the_same_command_again_asks_the_target_nothing(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.name != ".lock"}
+    nobody = f"http://127.0.0.1:{free_port()}"
+    done = prefect.deployment_run("--watch", **settings(bench, finished, endpoints=nobody))
+    assert done.returncode == 0, done.stdout
+    assert "nothing to do" in done.stdout
+    assert {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.name != ".lock"} == before
+    assert not prefect.task_runs(prefect.flow_runs(finished)[0])
+
+
+def test_other_settings_for_the_same_run_fail_with_one_line(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    done = prefect.deployment_run("--watch", **settings(bench, finished, seed=7))
+    assert done.returncode == 1
+    assert "settings.seed is 7, was 0" in done.stdout
+    assert "Traceback" not in done.stdout
+    state = prefect.flow_runs(finished)[0]["state"]
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith("the run holds rows made under other settings")
+
+
+def test_an_unknown_mix_fails_with_one_line(prefect: Prefect, bench: Bench) -> None:
+    run = bench.folder / "unknown-mix"
+    done = prefect.deployment_run("--watch", **settings(bench, run, mix="nosuch"))
+    assert done.returncode == 1
+    assert "nosuch" in prefect.flow_runs(run)[0]["state"]["message"]
+    assert "Traceback" not in done.stdout
+
+
+def test_a_target_that_dies_for_good_fails_the_run_and_keeps_the_rows(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    run = bench.folder / "no-target"
+    nobody = f"http://127.0.0.1:{free_port()}"
+    done = prefect.deployment_run("--watch", **settings(bench, run, endpoints=nobody))
+    assert done.returncode == 1
+    assert nobody in prefect.flow_runs(run)[0]["state"]["message"]
+    assert "Traceback" not in done.stdout
+
+
+def test_the_form_shows_every_setting_with_its_default_and_meaning(prefect: Prefect) -> None:
+    deployment = prefect.get("/deployments/name/datagen/collect")
+    fields = deployment["parameter_openapi_schema"]["properties"]
+    wanted = inspect.signature(collect_config).parameters
+    assert set(fields) == set(wanted) - {"api_key"}, "a secret does not belong in a form"
+    for name, field in fields.items():
+        assert field["description"], name
+        assert field["type"] in ("string", "integer", "number"), "flat scalars"
+        if name != "limit":  # a click in the UI must not start the whole mix
+            assert field["default"] == wanted[name].default, name
+    assert not deployment["parameter_openapi_schema"].get("required")
+    assert deployment["global_concurrency_limit"]["limit"] == 1
+
+
+def test_data_goes_on_while_the_prefect_server_is_dead(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    run = bench.folder / "server-killed"
+    prefect.deployment_run(**settings(bench, run, max_new_tokens=LONG))
+    eventually(lambda: rows_done(run) > 0)
+    os.kill(prefect.pid(prefect.server), signal.SIGKILL)
+    assert manifest_of(run) is None, "killed in the middle"
+    manifest = eventually(lambda: manifest_of(run), within_s=120)
+    assert manifest.samples.collected == manifest.samples.planned
+    prefect.up()
+    assert bench.verify("server-killed").returncode == 0
+    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "COMPLETED", within_s=120)
+
+
+def test_cancelling_keeps_what_is_done_and_the_next_run_finishes_it(
+    prefect: Prefect, bench: Bench, finished: Path
+) -> None:
+    run = bench.folder / "cancelled"
+    given = settings(bench, run, max_new_tokens=LONG)
+    prefect.deployment_run(**given)
+    eventually(lambda: rows_done(run) > 0)
+    (flow_run,) = prefect.flow_runs(run)
+    cancelled = prefect.command("flow-run", "cancel", flow_run["id"])
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "CANCELLED")
+    kept = dict(state_ids(run))
+    assert manifest_of(run) is None
+    assert kept
+
+    done = prefect.deployment_run("--watch", **given)
+    assert done.returncode == 0, done.stdout
+    after = list(state_ids(run))
+    assert len(after) == len(dict(after)) == len(dict(responses(run)))
+    assert kept.items() <= dict(after).items()
+    assert bench.verify("cancelled").returncode == 0

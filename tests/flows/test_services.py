@@ -1,0 +1,190 @@
+"""Background processes: started once, found again, never confused with anybody else's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from datagen.errors import ServiceFailed
+from flows import services
+from flows.services import Service, _healthy, holder, start, stop, wait_ready
+from tests.tiny import free_port
+
+ANSWERS = """
+import http.server, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"home": "/elsewhere"}'
+        self.send_response(200); self.end_headers(); self.wfile.write(body)
+    def log_message(self, *_): pass
+if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+Make = Callable[..., Service]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Services of a checkout, each a small web server; all are killed at the end."""
+    made: list[Service] = []
+
+    def service(*flags: str, name: str = "server", port: int | None = None) -> Service:
+        port = port or free_port()
+        command = (sys.executable, "-c", ANSWERS, str(port), *flags)
+        made.append(Service(name, tmp_path, command, f"http://127.0.0.1:{port}", _healthy))
+        return made[-1]
+
+    yield service
+    for service_made in made:
+        if (pid := holder(service_made.pid_file)) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(service: Service) -> None:
+    deadline = time.monotonic() + 10
+    while holder(service.pid_file) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_service_is_started_once_and_found_again(make: Make) -> None:
+    service = make()
+    assert start(service)
+    wait_ready(service)
+    pid = holder(service.pid_file)
+    assert not start(service)
+    assert holder(service.pid_file) == pid
+    assert stop(service) == pid
+    assert holder(service.pid_file) is None
+    assert stop(service) is None
+
+
+def test_a_pid_file_of_a_dead_process_is_not_believed_even_if_the_pid_lives(make: Make) -> None:
+    service = make()
+    service.pid_file.write_text(str(os.getpid()))
+    assert holder(service.pid_file) is None
+    assert start(service)
+    wait_ready(service)
+    assert holder(service.pid_file) != os.getpid()
+
+
+def test_a_killed_service_is_started_again(make: Make) -> None:
+    service = make()
+    start(service)
+    wait_ready(service)
+    pid = holder(service.pid_file)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone(service)
+    assert start(service)
+    wait_ready(service)
+
+
+def test_a_child_of_a_service_does_not_keep_its_pid_file_alive(make: Make, tmp_path: Path) -> None:
+    parent = (
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(p.pid, flush=True); p.wait()"
+    )
+    service = replace(
+        make(), command=(sys.executable, "-c", parent), ready=lambda s: bool(s.log.read_text())
+    )
+    start(service)
+    wait_ready(service)
+    orphan = int(service.log.read_text())
+    try:
+        pid = holder(service.pid_file)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone(service)
+        os.kill(orphan, 0)  # it lives on
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_service_that_ignores_term_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "STOP_S", 0.5)
+    service = make("deaf")
+    start(service)
+    wait_ready(service)
+    assert stop(service) is not None
+    assert holder(service.pid_file) is None
+
+
+def test_a_service_that_dies_at_once_is_reported_with_its_last_words(make: Make) -> None:
+    service = replace(make(), command=(sys.executable, "-c", "raise SystemExit('no such model')"))
+    start(service)
+    with pytest.raises(ServiceFailed, match="no such model") as e:
+        wait_ready(service)
+    assert str(service.log) in str(e.value)
+
+
+def test_another_checkouts_server_on_the_port_is_named(make: Make, tmp_path: Path) -> None:
+    theirs = make(name="theirs")
+    start(theirs)
+    wait_ready(theirs)
+    port = int(theirs.address.rsplit(":", 1)[1])
+    ours = make(port=port)
+    with pytest.raises(ServiceFailed) as e:
+        start(ours)
+    assert f"port {port} is taken by the Prefect server of /elsewhere" in str(e.value)
+    assert f"PREFECT_PORT={port + 1}" in str(e.value)
+    assert holder(theirs.pid_file) is not None
+
+
+def test_a_port_held_by_another_program_is_named(make: Make) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = int(s.getsockname()[1])
+        with pytest.raises(ServiceFailed, match=rf"port {port} is taken by another program"):
+            start(make(name="target", port=port))
+
+
+def test_a_service_that_runs_for_another_port_is_not_taken_for_the_wanted_one(make: Make) -> None:
+    first = make()
+    start(first)
+    wait_ready(first)
+    with pytest.raises(ServiceFailed, match=r"make down"):
+        start(make())
+
+
+def test_down_without_anything_running_succeeds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.services", "down", "--home", str(tmp_path / "none")],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_status_shows_what_is_down(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.services", "status", "--home", str(tmp_path)],
+        capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["server", "down"],
+        ["flows", "down"],
+        ["target", "down"],
+    ]
+
+
+def test_serving_without_a_prefect_server_says_make_up(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.serve"],
+        env={**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "run `make up`" in done.stderr
