@@ -44,7 +44,7 @@ def serve(
     threads: Annotated[int, typer.Option(help="Compute threads; 0 is one per core.")] = 0,
     spool_dir: Annotated[str, typer.Option(help="Where captures are published.")] = "",
     boundaries: Annotated[str, typer.Option(help="Layers to capture, e.g. 2,15,27.")] = "",
-    max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 16,
+    max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 32,
 ) -> None:
     """Serve the embedded target: SGLang's API over a real small model, on this CPU."""
     # libgomp reads this when torch loads it: threads that spin between kernels stall each other as

@@ -191,7 +191,7 @@ def serve(
     threads: int | None = None,
     spool_dir: Path | None = None,
     boundaries: tuple[int, ...] | None = None,
-    max_running_requests: int = 16,
+    max_running_requests: int = 32,
     context_length: int | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `target`: smollm2, or a checkpoint directory.
