@@ -1,0 +1,216 @@
+"""Rows over scripted servers: who gets them, and what becomes of them when a server misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from datagen.errors import EndpointDown, Interrupted
+from datagen.fanout.breaker import Breaker, BreakerConfig
+from datagen.fanout.dispatcher import DispatchConfig, Dispatcher, Priority, Rejected
+from datagen.fanout.window import Window, WindowConfig
+from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
+
+FAST = BreakerConfig(probe_every_s=0.01)
+
+
+class Scripted:
+    """An endpoint whose answers are a function of the call's number."""
+
+    def __init__(self, url: str, answer: Callable[[int], Awaitable[Any]]) -> None:
+        self.url, self._answer = url, answer
+        self.calls = self.running = self.peak = 0
+        self.alive = True
+
+    async def healthy(self) -> bool:
+        return self.alive
+
+    async def ask(self) -> Any:
+        self.calls += 1
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            return await self._answer(self.calls)
+        finally:
+            self.running -= 1
+
+    generate = capture = None  # rows here call `ask`
+
+
+async def ok(_: int) -> str:
+    await asyncio.sleep(0.001)
+    return "ok"
+
+
+def fails_first(times: int, error: Exception) -> Callable[[int], Awaitable[str]]:
+    async def answer(call: int) -> str:
+        await asyncio.sleep(0)
+        if call <= times:
+            raise error
+        return "ok"
+
+    return answer
+
+
+def dispatcher(*servers: Scripted, **config: Any) -> Dispatcher:
+    return Dispatcher(servers, DispatchConfig(**{"breaker": FAST, **config}))  # type: ignore[arg-type]
+
+
+def ask(endpoint: Any) -> Awaitable[Any]:
+    return endpoint.ask()
+
+
+async def test_every_row_is_answered_and_no_window_is_exceeded() -> None:
+    a, b = Scripted("a", ok), Scripted("b", ok)
+    async with dispatcher(a, b, window=WindowConfig(initial=4, maximum=4)) as d:
+        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(100)))
+    assert [x.value for x in answers] == ["ok"] * 100
+    assert a.calls + b.calls == 100
+    assert a.peak <= 4
+    assert b.peak <= 4
+    assert min(a.calls, b.calls) > 20
+
+
+async def test_a_slow_server_does_not_hold_back_a_fast_one() -> None:
+    async def slow(_: int) -> str:
+        await asyncio.sleep(0.2)
+        return "slow"
+
+    fast, tired = Scripted("fast", ok), Scripted("tired", slow)
+    async with dispatcher(fast, tired, window=WindowConfig(initial=2, maximum=2)) as d:
+        await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(60)))
+    assert fast.calls > 50
+
+
+async def test_a_row_at_fault_is_tried_again_and_then_rejected_with_its_reason() -> None:
+    server = Scripted("a", fails_first(99, RowFailure("bad_json", "<html>")))
+    async with dispatcher(server, attempts=3) as d:
+        with pytest.raises(Rejected, match="bad_json") as rejected:
+            await d.run(ask, Priority.FIRST_TURN)
+    assert (rejected.value.reason, rejected.value.attempts, server.calls) == ("bad_json", 3, 3)
+
+
+async def test_a_permanent_fault_costs_one_request() -> None:
+    error = RowFailure("over_context", "too long", permanent=True)
+    server = Scripted("a", fails_first(99, error))
+    async with dispatcher(server) as d:
+        with pytest.raises(Rejected, match="over_context"):
+            await d.run(ask, Priority.FIRST_TURN)
+    assert server.calls == 1
+
+
+async def test_a_storm_of_bad_rows_does_not_open_the_breaker() -> None:
+    error = RowFailure("http_400", "no", permanent=True)
+    server = Scripted("a", fails_first(50, error))
+    async with dispatcher(server, window=WindowConfig(initial=1)) as d:
+        done = await asyncio.gather(
+            *(d.run(ask, Priority.FIRST_TURN) for _ in range(51)), return_exceptions=True
+        )
+        assert d.state()[0]["state"] == "closed"
+    assert sum(isinstance(x, Rejected) for x in done) == 50
+
+
+async def test_a_full_server_shrinks_its_window_and_charges_no_row() -> None:
+    server = Scripted("a", fails_first(3, CapacityFailure("http_503", "full")))
+    async with dispatcher(server, window=WindowConfig(initial=8), attempts=1) as d:
+        answer = await d.run(ask, Priority.FIRST_TURN)
+        assert d.state()[0]["window"] < 8
+    assert answer.value == "ok"
+    assert answer.attempts == 1
+
+
+async def test_rows_of_a_dead_server_go_to_the_living_uncharged() -> None:
+    dead = Scripted("dead", fails_first(99, EndpointFailure("unreachable", "", in_flight=False)))
+    dead.alive = False
+    living = Scripted("living", ok)
+    async with dispatcher(dead, living, attempts=1) as d:
+        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(40)))
+    assert {x.endpoint for x in answers} == {"living"}
+    assert dead.calls <= 32, "its breaker kept the rest away"
+
+
+async def test_a_server_that_comes_back_gets_rows_again() -> None:
+    server = Scripted("a", fails_first(2, EndpointFailure("connection_lost")))
+    async with dispatcher(server, window=WindowConfig(initial=1)) as d:
+        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(5)))
+    assert [x.value for x in answers] == ["ok"] * 5
+
+
+async def test_a_row_in_flight_at_three_deaths_is_rejected_as_suspect() -> None:
+    server = Scripted("a", fails_first(99, EndpointFailure("connection_lost")))
+    async with dispatcher(server) as d:
+        with pytest.raises(Rejected, match="server_died_thrice"):
+            await d.run(ask, Priority.FIRST_TURN)
+    assert server.calls == 3
+
+
+async def test_the_run_stops_when_no_server_has_lived_for_long_enough() -> None:
+    server = Scripted("a", fails_first(99, EndpointFailure("unreachable", "", in_flight=False)))
+    server.alive = False
+    async with dispatcher(server, patience_s=0.3) as d:
+        with pytest.raises(EndpointDown, match="nothing collected is lost"):
+            await asyncio.wait_for(d.run(ask, Priority.FIRST_TURN), 5)
+
+
+async def test_captures_go_before_new_conversations() -> None:
+    order: list[str] = []
+
+    def named(name: str) -> Callable[[Any], Awaitable[None]]:
+        async def call(_: Any) -> None:
+            order.append(name)
+            await asyncio.sleep(0.001)
+
+        return call
+
+    async with dispatcher(Scripted("a", ok), window=WindowConfig(initial=1, maximum=1)) as d:
+        await asyncio.gather(
+            *(d.run(named("new"), Priority.FIRST_TURN) for _ in range(3)),
+            d.run(named("capture"), Priority.CAPTURE),
+        )
+    assert order == ["new", "capture", "new", "new"]
+
+
+async def test_stopping_finishes_what_is_in_flight_and_fails_what_waits() -> None:
+    server = Scripted("a", ok)
+    async with dispatcher(server, window=WindowConfig(initial=1, maximum=1)) as d:
+        rows = [asyncio.create_task(d.run(ask, Priority.FIRST_TURN)) for _ in range(3)]
+        await asyncio.sleep(0)
+        d.stop(Interrupted("stopped"))
+        done = await asyncio.gather(*rows, return_exceptions=True)
+    assert sum(isinstance(x, Interrupted) for x in done) == 2
+    assert server.calls == 1
+
+
+def test_a_window_grows_only_while_it_is_full_and_never_past_the_servers_limit() -> None:
+    window = Window(WindowConfig(initial=2, growth_after=1), server_limit=3)
+    window.succeeded()
+    assert window.size == 2
+    for _ in range(5):
+        window.in_flight = window.size
+        window.succeeded()
+    assert window.size == 3
+
+
+def test_pressure_never_closes_a_window() -> None:
+    window = Window(WindowConfig(initial=16))
+    for _ in range(50):
+        window.pressed()
+    assert window.size == 1
+
+
+def test_a_breaker_opens_after_three_failures_and_closes_on_a_healthy_probe() -> None:
+    breaker = Breaker(BreakerConfig(failures=3, probe_every_s=1.0))
+    for now in (0.0, 1.0):
+        breaker.failed(now, "http_500", fatal=False)
+    assert breaker.closed
+    breaker.failed(2.0, "http_500", fatal=False)
+    assert not breaker.closed
+    assert breaker.probe_due(2.0)
+    breaker.probed(2.0, healthy=False)
+    assert not breaker.probe_due(2.5)
+    assert breaker.open_for(5.0) == 3.0
+    breaker.probed(5.0, healthy=True)
+    assert breaker.closed
