@@ -1,4 +1,4 @@
-"""The command line: reads arguments, calls the job, prints. Every error is one line and an exit code."""
+"""Serve, collect, verify, status, summary: each reads its arguments, calls the job, and prints."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from datagen.errors import DatagenError, Interrupted
+from datagen.cli.app import app, err, out
+from datagen.errors import Interrupted
 
 if TYPE_CHECKING:
     from datagen.collect import CollectJob
     from datagen.config import CollectConfig
     from datagen.store.manifest import Manifest
-
-app = typer.Typer(
-    name="datagen",
-    help="From prompts to EAGLE-3 drafter training data, and to the answer: does a drafter pay?",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-out, err = Console(), Console(stderr=True)
 
 RunArgument = Annotated[str, typer.Argument(help="A run's name under runs/, or its directory.")]
 RunsDir = Annotated[str, typer.Option(help="Where runs named without a path live.")]
@@ -216,19 +206,3 @@ def summary(run: RunArgument = "demo", runs_dir: RunsDir = "runs") -> None:
 
     root = run_directory(run, runs_dir)
     print_summary(Manifest.load(root / "manifest.json"), root)
-
-
-def main() -> None:
-    """Entry point: one line for a known error, exit 1; 130 when interrupted."""
-    try:
-        app(standalone_mode=False)
-    except Interrupted as e:
-        err.print(f"datagen: {e}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(130)
-    except DatagenError as e:
-        err.print(f"datagen: error: {e}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""`python -m datagen.cli`."""
+
+from datagen.cli import main
+
+main()

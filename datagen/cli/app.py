@@ -1,0 +1,34 @@
+"""The application, its consoles, and its exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from datagen.errors import DatagenError, Interrupted
+
+app = typer.Typer(
+    name="datagen",
+    help="From prompts to EAGLE-3 drafter training data, and to the answer: does a drafter pay?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out, err = Console(), Console(stderr=True)
+
+
+def main() -> None:
+    """Entry point: one line for a known error, exit 1; 130 when interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except Interrupted as e:
+        err.print(f"datagen: {e}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(130)
+    except DatagenError as e:
+        err.print(f"datagen: error: {e}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
