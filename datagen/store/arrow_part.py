@@ -16,10 +16,11 @@ from typing import Any
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.atomic import fsync_dir, replace_durably, storage_errors
+from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
 from datagen.store.layout import part
 
 MAGIC_BYTES = 8
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,16 @@ class SealedFile:
 
 
 class _HashingFile(io.RawIOBase):
-    """An append-only file that hashes what passes through it."""
+    """An append-only file that hashes what passes through it and gathers small writes.
+
+    The buffer is our own because a full disk must not leave bytes behind that a later close, or the
+    collector, tries to write once more.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by `close`
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._buffer = bytearray()
+        self._synced = -1
         self.sha256 = hashlib.sha256()
         self.position = 0
 
@@ -45,25 +52,34 @@ class _HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._file.write(view)
         self.sha256.update(view)
         self.position += len(view)
+        if len(view) >= BUFFER_BYTES:
+            self._drain()
+            write_all(self._fd, view)
+        else:
+            self._buffer += view
+            if len(self._buffer) >= BUFFER_BYTES:
+                self._drain()
         return len(view)
 
     def tell(self) -> int:
         return self.position
 
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
+    def _drain(self) -> None:
+        pending, self._buffer = self._buffer, bytearray()
+        write_all(self._fd, pending)
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        if self._synced != self.position:
+            self._drain()
+            os.fdatasync(self._fd)
+            self._synced = self.position
 
     def close(self) -> None:
-        self._file.close()
-        super().close()
+        if not self.closed:
+            os.close(self._fd)
+            super().close()
 
 
 class ArrowPart:
@@ -104,7 +120,7 @@ class ArrowPart:
         return SealedFile(self.path, self.rows, n_bytes, sha256)
 
     def abandon(self) -> None:
-        """Close without sealing; what was synced can be recovered."""
+        """Close without sealing; what was synced can be recovered, what was not is dropped."""
         self._sink.close()
 
 
@@ -142,6 +158,8 @@ def open_batches(path: Path, *, end: int | None = None) -> Batches:
         if end is None:
             reader = pa.ipc.open_file(mapped)
             return Batches(path, reader.schema, reader, reader.num_record_batches)
+        if end <= MAGIC_BYTES:
+            raise CorruptFile(f"the journal promises rows up to byte {end}", where=path)
         whole = mapped.read_buffer()
         if whole.size < end:
             raise CorruptFile(
@@ -153,7 +171,9 @@ def open_batches(path: Path, *, end: int | None = None) -> Batches:
         batches = list(stream)
         return Batches(path, stream.schema, batches, len(batches))
     except (pa.ArrowException, OSError, ValueError) as e:
-        raise CorruptFile(f"no Arrow file can be read: {e}", where=path) from e
+        raise CorruptFile(
+            f"no Arrow file can be read: {e}", where=path, fix="run `datagen verify`"
+        ) from e
 
 
 def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
@@ -172,9 +192,13 @@ def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
             f"{len(batches)} rows up to byte {end}, the journal promises {rows}", where=left
         )
     copy = ArrowPart(path.with_name(path.name + ".recovered"), batches.schema)
-    for index in range(rows):
-        copy.append(batches[index])
-    sealed = copy.seal()
+    try:
+        for index in range(rows):
+            copy.append(batches[index])
+        sealed = copy.seal()
+    except BaseException:
+        copy.abandon()
+        raise
     replace_durably(sealed.path, path)
     left.unlink()
     fsync_dir(path.parent)

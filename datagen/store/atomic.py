@@ -40,6 +40,23 @@ def fsync_dir(directory: Path) -> None:
         os.close(fd)
 
 
+def make_directory(directory: Path) -> None:
+    """Create a directory and its parents; their names survive a power cut."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    with storage_errors(directory):
+        directory.mkdir(exist_ok=True)
+        fsync_dir(directory.parent)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write the whole of `data`, however many calls the kernel takes for it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def replace_durably(temporary: Path, path: Path) -> None:
     """Give a finished, already synced file its final name."""
     with storage_errors(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from datagen.store.atomic import write_json_atomic
 def canonical_json(value: Any) -> bytes:
     """One spelling per value: sorted keys, no spaces."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+class Absent:
+    """Stands for a field that a fingerprint does not have; None is a value."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = Absent()
 
 
 class Fingerprint:
@@ -48,13 +59,8 @@ class Fingerprint:
         return loaded
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[Any, Any]]:
-        """Dotted names of the fields that differ -> (here, there)."""
-        here, there = _flat(self.fields), _flat(other.fields)
-        return {
-            name: (here.get(name), there.get(name))
-            for name in sorted({*here, *there})
-            if here.get(name) != there.get(name)
-        }
+        """Dotted names of the fields that differ -> (here, there); a missing one is `ABSENT`."""
+        return dict(_differing("", self.fields, other.fields))
 
     def require_same(self, stored: Fingerprint, where: Path) -> None:
         """Raise FingerprintMismatch naming every field in which this differs from `stored`."""
@@ -70,10 +76,15 @@ class Fingerprint:
             )
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        flat: dict[str, Any] = {}
-        for key, inner in value.items():
-            flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-        return flat
-    return {prefix: value}
+def _spelt(value: Any) -> bytes:
+    """What the digest sees: 1, 1.0 and true are three values."""
+    return b"" if value is ABSENT else canonical_json(value)
+
+
+def _differing(name: str, here: Any, there: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in sorted({*here, *there}):
+            inner = f"{name}.{key}" if name else str(key)
+            yield from _differing(inner, here.get(key, ABSENT), there.get(key, ABSENT))
+    elif _spelt(here) != _spelt(there):
+        yield name, (here, there)

@@ -1,9 +1,12 @@
 """journal.log: one fixed-size record per row outcome. The truth about a partition.
 
 Header, 64 bytes: magic 8 | version u32 | zero 16 | fingerprint digest 32 | crc32 of the 60 before.
-Record, 64 bytes, little-endian (RECORD): kind, turn, attempts, file number, end offset of the row in
-its data file, tokens, time, prompt_id, crc32 of the 60 bytes before.
+Record, 64 bytes, little-endian (RECORD): kind, opens_sync, turn, attempts, file number, end offset of
+the row in its data file, tokens, time, prompt_id, crc32 of the 60 bytes before.
 A record is appended only after the data it points to is on disk. Opening cuts a torn tail.
+
+`opens_sync` is 1 on the first record of a sync. A sync begins only after the one before it is on
+disk, so a bad record with a whole `opens_sync` after it was once good: damage, not a torn tail.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, FingerprintMismatch
-from datagen.store.atomic import fsync_dir, storage_errors
+from datagen.store.atomic import fsync_dir, storage_errors, write_all
 
 MAGIC, VERSION, SIZE = b"DGJRNL\x00\x01", 1, 64
 RECORD = np.dtype(
     {
         "names": [
             "kind",
+            "opens_sync",
             "turn",
             "attempts",
             "file",
@@ -35,8 +39,8 @@ RECORD = np.dtype(
             "prompt_id",
             "crc",
         ],
-        "formats": ["u1", "<u2", "<u2", "<u2", "<u8", "<u4", "<u8", ("u1", 32), "<u4"],
-        "offsets": [0, 2, 4, 6, 8, 16, 20, 28, 60],
+        "formats": ["u1", "u1", "<u2", "<u2", "<u2", "<u8", "<u4", "<u8", ("u1", 32), "<u4"],
+        "offsets": [0, 1, 2, 4, 6, 8, 16, 20, 28, 60],
         "itemsize": SIZE,
     }
 )
@@ -71,10 +75,11 @@ def _header(digest: str) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def _packed(entry: Entry) -> bytes:
+def _packed(entry: Entry, *, opens_sync: bool) -> bytes:
     body = struct.pack(
-        "<BxHHHQIQ32s",
+        "<BBHHHQIQ32s",
         entry.kind,
+        opens_sync,
         entry.turn,
         min(entry.attempts, 0xFFFF),
         entry.file,
@@ -86,8 +91,8 @@ def _packed(entry: Entry) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def _valid_prefix(raw: bytes) -> NDArray[np.void]:
-    """The records up to the first that is torn or fails its checksum."""
+def _valid_prefix(raw: bytes, path: Path) -> NDArray[np.void]:
+    """The records up to a torn tail. Raises CorruptFile when the fault is not in the last sync."""
     records = np.frombuffer(raw, dtype=RECORD, count=len(raw) // SIZE)
     view, crc32 = memoryview(raw), zlib.crc32
     crcs = np.fromiter(
@@ -95,8 +100,17 @@ def _valid_prefix(raw: bytes) -> NDArray[np.void]:
         dtype=np.uint32,
         count=len(records),
     )
-    bad = np.flatnonzero((crcs != records["crc"]) | (records["kind"] < 1) | (records["kind"] > 4))
-    return records[: bad[0]] if len(bad) else records
+    whole = (crcs == records["crc"]) & (records["kind"] >= 1) & (records["kind"] <= max(Kind))
+    if whole.all():
+        return records
+    first = int(np.argmin(whole))
+    if (whole[first:] & (records["opens_sync"][first:] == 1)).any():
+        raise CorruptFile(
+            f"record {first} is damaged, and later ones are whole",
+            where=path,
+            fix="restore the file, or remove this partition's directory to collect it again",
+        )
+    return records[:first]
 
 
 def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
@@ -108,18 +122,29 @@ def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return np.zeros(0, dtype=RECORD)
-    if len(raw) < SIZE:
+    if len(raw) < SIZE or raw == bytes(SIZE):
         return np.zeros(0, dtype=RECORD)  # killed while the header was written: no row was promised
     body, (crc,) = raw[:60], struct.unpack_from("<I", raw, 60)
     if not raw.startswith(MAGIC) or zlib.crc32(body) != crc:
-        raise CorruptFile("the header is damaged", where=path, fix="run `datagen verify`")
+        raise CorruptFile(
+            "the header is damaged",
+            where=path,
+            fix="restore the file, or remove this partition's directory to collect it again",
+        )
+    (version,) = struct.unpack_from("<I", raw, len(MAGIC))
+    if version != VERSION:
+        raise CorruptFile(
+            f"version {version}, this reads {VERSION}",
+            where=path,
+            fix="go on with the datagen that began the run",
+        )
     found = raw[28:60].hex()
     if digest is not None and found != digest:
         raise FingerprintMismatch(
             f"the journal belongs to fingerprint {found[:12]}, the run has {digest[:12]}",
             where=path,
         )
-    return _valid_prefix(raw[SIZE:])
+    return _valid_prefix(raw[SIZE:], path)
 
 
 class Journal:
@@ -135,27 +160,29 @@ class Journal:
         records = read_journal(path, digest)
         with storage_errors(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            if os.fstat(fd).st_size < SIZE:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, _header(digest), 0)
-            os.ftruncate(fd, SIZE + len(records) * SIZE)
-            os.lseek(fd, 0, os.SEEK_END)
-            os.fsync(fd)
-            fsync_dir(path.parent)
+            try:
+                if not len(records):
+                    os.ftruncate(fd, 0)
+                    write_all(fd, _header(digest))
+                os.ftruncate(fd, SIZE + len(records) * SIZE)
+                os.lseek(fd, 0, os.SEEK_END)
+                os.fsync(fd)
+                fsync_dir(path.parent)
+            except OSError:
+                os.close(fd)
+                raise
         return cls(path, fd), records
 
     def append(self, entry: Entry) -> None:
         """Queue one record for the next sync."""
-        self._buffer.append(_packed(entry))
+        self._buffer.append(_packed(entry, opens_sync=not self._buffer))
 
     def sync(self) -> None:
         """Write the queued records and wait until they are on disk."""
         if not self._buffer:
             return
         with storage_errors(self._path):
-            data = memoryview(b"".join(self._buffer))
-            while data:
-                data = data[os.write(self._fd, data) :]
+            write_all(self._fd, b"".join(self._buffer))
             os.fdatasync(self._fd)
         self._buffer.clear()
 

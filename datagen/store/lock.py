@@ -22,13 +22,20 @@ class RunLock:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        except BlockingIOError as e:
             holder = os.read(fd, 256).decode(errors="replace").strip() or "an unnamed process"
             os.close(fd)
             raise RunLocked(
                 f"another process is writing this run: {holder}",
                 where=self._path.parent,
                 fix="wait for it, stop it, or choose another run name",
+            ) from e
+        except OSError as e:
+            os.close(fd)
+            raise RunLocked(
+                f"the file system grants no lock: {os.strerror(e.errno or 0)}",
+                where=self._path.parent,
+                fix="put the run on a file system that supports flock",
             ) from e
         os.ftruncate(fd, 0)
         os.write(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -14,19 +14,21 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_part import open_batches
 from datagen.store.atomic import write_json_atomic
 from datagen.store.layout import RunLayout
-from datagen.store.partition import FileSummary, PartitionSummary
 from datagen.store.plan import Plan
+from datagen.store.responses import ResponsesReader
+from datagen.store.seal import FileSummary, PartitionSummary, Sha256
 from datagen.strict import StrictModel
 
 VERSION = 1
 LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
+BYTES_PER_VALUE = 2
 
 
 def _inside(path: str) -> str:
@@ -132,6 +134,19 @@ class Manifest(ManifestHeader):
         except (OSError, orjson.JSONDecodeError) as e:
             raise CorruptFile(f"no manifest can be read: {e}", where=path) from e
 
+    def require_files(self, root: Path) -> None:
+        """Raise CorruptFile unless every data file is under `root` and of its stated size."""
+        for entry in self.files():
+            path = root / entry.path
+            found = path.stat().st_size if path.is_file() else None
+            if found != entry.bytes:
+                raise CorruptFile(
+                    f"{'no file' if found is None else f'{found} bytes'}, "
+                    f"the manifest states {entry.bytes}",
+                    where=path,
+                    fix="run `datagen verify`",
+                )
+
     def files(self) -> Iterable[ShardEntry]:
         """Every data file, responses and states, of all splits."""
         for split in self.splits.values():
@@ -149,6 +164,14 @@ def build_manifest(layout: RunLayout, plan: Plan, header: ManifestHeader) -> Man
 
     Raises CorruptFile when a partition has no seal.
     """
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = merge_seals(layout, plan, header, created)
+    write_json_atomic(layout.manifest, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def merge_seals(layout: RunLayout, plan: Plan, header: ManifestHeader, created: str) -> Manifest:
+    """The manifest that the seals, the plan and the responses on disk make. Raises CorruptFile."""
     summaries = [
         PartitionSummary.load(layout.partition(i).summary) for i in range(plan.n_partitions)
     ]
@@ -160,9 +183,9 @@ def build_manifest(layout: RunLayout, plan: Plan, header: ManifestHeader) -> Man
     rejected: Counter[str] = Counter()
     for count in counts:
         rejected.update(count.rejected)
-    manifest = Manifest(
-        **header.model_dump(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    return Manifest(
+        **{name: getattr(header, name) for name in ManifestHeader.model_fields},
+        created=created,
         plan_digest=plan.digest,
         samples=SampleCounts(
             planned=sum(c.planned for c in counts),
@@ -173,19 +196,21 @@ def build_manifest(layout: RunLayout, plan: Plan, header: ManifestHeader) -> Man
         prompts=plan.n_prompts,
         splits=splits,
         stored_bytes=sum(f.bytes for s in splits.values() for f in s.states),
-        raw_bytes=tokens * (len(states.boundaries) + 1) * states.hidden_size * 2,
-        token_frequencies={str(i): int(n) for i, n in enumerate(frequencies) if n},
+        raw_bytes=tokens * (len(states.boundaries) + 1) * states.hidden_size * BYTES_PER_VALUE,
+        token_frequencies={str(i): int(frequencies[i]) for i in np.flatnonzero(frequencies)},
         length_histogram=[(edge, int(n)) for edge, n in zip(LENGTH_EDGES, lengths, strict=True)],
     )
-    write_json_atomic(layout.manifest, manifest.model_dump(mode="json"))
-    return manifest
 
 
 def _split(plan: Plan, summaries: list[PartitionSummary], split: str) -> SplitEntry:
     numbers = [i for i in range(plan.n_partitions) if plan.split_of_partition(i) == split]
-    of_split = np.asarray(plan.column("split").to_pylist()) == split
-    planned = int(plan.column("n_turns").to_numpy()[of_split].sum())
-    ids = sorted(np.asarray(plan.column("prompt_id").to_pylist())[of_split].tolist())
+    ids: list[str] = []
+    planned = 0
+    for i in numbers:
+        for prompt in plan.partition(i):
+            ids.append(prompt.prompt_id)
+            planned += prompt.n_turns
+    ids.sort()
     rejected: Counter[str] = Counter()
     for i in numbers:
         rejected.update(summaries[i].rejected)
@@ -222,24 +247,29 @@ def _split(plan: Plan, summaries: list[PartitionSummary], split: str) -> SplitEn
 
 def _statistics(
     layout: RunLayout, plan: Plan, summaries: list[PartitionSummary]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Token frequencies over train responses, and the histogram of sample lengths."""
-    frequencies = np.zeros(1, dtype=np.int64)
-    lengths: list[int] = []
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Occurrences by token id over train responses, and the histogram of sample lengths."""
+    frequencies = np.zeros(0, dtype=np.int64)
+    histogram = np.zeros(len(LENGTH_EDGES), dtype=np.int64)
     for index, summary in enumerate(summaries):
         train = plan.split_of_partition(index) == "train"
         for file in summary.responses:
-            batches = open_batches(layout.partition(index).root / file.name)
-            for row in range(len(batches)):
-                batch = batches[row]
-                ids = batch.column("response_ids")[0].values.to_numpy()
-                lengths.append(len(ids) + len(batch.column("context_ids")[0].values))
-                if train:
-                    counted = np.bincount(ids)
-                    if len(counted) > len(frequencies):
-                        counted[: len(frequencies)] += frequencies
-                        frequencies = counted.astype(np.int64)
-                    else:
-                        frequencies[: len(counted)] += counted
-    histogram, _ = np.histogram(lengths, bins=[*LENGTH_EDGES, np.inf])
+            path = layout.partition(index).root / file.name
+            said, lengths = [], []
+            for response in ResponsesReader(path):
+                said.append(response.response_ids)
+                lengths.append(len(response.context_ids) + len(response.response_ids))
+            histogram += np.histogram(lengths, bins=[*LENGTH_EDGES, np.inf])[0]
+            if train and said:
+                frequencies = _added(frequencies, np.concatenate(said), path)
     return frequencies, histogram
+
+
+def _added(frequencies: NDArray[np.int64], ids: NDArray[np.int32], path: Path) -> NDArray[np.int64]:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < MAX_TOKEN_ID:
+        raise CorruptFile(
+            f"token ids from {ids.min()} to {ids.max()}", where=path, fix="run `datagen verify`"
+        )
+    counted = np.bincount(ids, minlength=len(frequencies))
+    counted[: len(frequencies)] += frequencies
+    return counted

@@ -6,28 +6,28 @@ the last commit may be lost by a kill; opening again shows exactly the committed
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile
 from datagen.store import responses as responses_format
 from datagen.store import states as states_format
-from datagen.store.arrow_part import ArrowPart, SealedFile, open_batches, recover, sha256_of
-from datagen.store.atomic import write_json_atomic
+from datagen.store.arrow_part import sha256_of
+from datagen.store.atomic import make_directory
 from datagen.store.journal import Entry, Journal, Kind
 from datagen.store.layout import PartitionLayout, part
-from datagen.store.rejections import Rejection, RejectionLog
-from datagen.store.responses import Response
+from datagen.store.rejections import Rejection, RejectionLog, read_rejections
+from datagen.store.responses import Response, ResponsesReader
+from datagen.store.seal import PartitionSummary as PartitionSummary
+from datagen.store.series import Series
 from datagen.store.states import StatesSpec
 
 Key = tuple[str, int]
@@ -51,60 +51,6 @@ class Counts:
     rejects: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class FileSummary:
-    """A sealed file as the partition's seal describes it."""
-
-    name: str
-    rows: int
-    tokens: int
-    n_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionSummary:
-    """partition.json. `rejected`: by reason; times in Unix seconds."""
-
-    fingerprint: str
-    prompts: int
-    collected: int
-    rejected: dict[str, int]
-    tokens_generated: int
-    tokens_captured: int
-    responses: list[FileSummary]
-    states: list[FileSummary]
-    journal_sha256: str
-    rejections_sha256: str | None
-    opened_at: float
-    sealed_at: float
-
-    @classmethod
-    def load(cls, path: Path) -> PartitionSummary:
-        """Read a seal; raises CorruptFile."""
-        try:
-            data: dict[str, Any] = orjson.loads(path.read_bytes())
-            for kind in ("responses", "states"):
-                data[kind] = [FileSummary(**f) for f in data[kind]]
-            return cls(**data)
-        except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as e:
-            raise CorruptFile(f"no partition seal: {e!r}", where=path) from e
-
-
-@dataclass(slots=True)
-class _Series:
-    """The numbered files of one kind."""
-
-    kind: Kind
-    name: str
-    path_of: Callable[[int], Path]
-    open: ArrowPart | None = None
-    number: int = 0
-    sealed: dict[int, SealedFile] = field(default_factory=dict)
-    rows: dict[int, int] = field(default_factory=dict)
-    tokens: Counter[int] = field(default_factory=Counter)
-
-
 class PartitionStore:
     """Single-threaded; every call belongs to one writer thread."""
 
@@ -112,23 +58,26 @@ class PartitionStore:
         self, layout: PartitionLayout, digest: str, spec: StatesSpec, shard_bytes: int,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._layout, self._digest, self._spec, self._shard_bytes = (
-            layout,
-            digest,
-            spec,
-            shard_bytes,
-        )
-        self._clock, self._opened_at = clock, clock()
-        self._journal, self._records = Journal.open(layout.journal, digest)
-        ends = self._records["end"][self._records["kind"] == Kind.REJECTED]
-        self._rejections = RejectionLog.open(layout.rejected, end=int(ends[-1]) if len(ends) else 0)
+        self._layout, self._digest, self._spec = layout, digest, spec
+        self._shard_bytes, self._clock, self._opened_at = shard_bytes, clock, clock()
         self._responded: dict[Key, tuple[int, int]] = {}
         self._collected: dict[Key, int] = {}
         self._rejected: dict[Key, str] = {}
         self._entries: list[Entry] = []
         self._params: bytes | None = None
-        self._responses = _Series(Kind.RESPONSE, "responses", layout.responses)
-        self._states = _Series(Kind.STATES, "states", layout.states)
+        self._broken: BaseException | None = None
+        self._read: tuple[int, ResponsesReader] | None = None
+        self._responses, self._states = Series(layout.responses), Series(layout.states)
+        self._journal, records = Journal.open(layout.journal, digest)
+        try:
+            self._replay(records)
+            ends = records["end"][records["kind"] == Kind.REJECTED]
+            self._rejections = RejectionLog.open(
+                layout.rejected, end=int(ends[-1]) if len(ends) else 0
+            )
+        except BaseException:
+            self._journal.close()
+            raise
 
     @classmethod
     def open(
@@ -141,59 +90,43 @@ class PartitionStore:
         clock: Callable[[], float] = time.time,
     ) -> PartitionStore:
         """Open or create, recovering what a killed writer left. Raises CorruptFile, StorageFull."""
-        layout.root.mkdir(parents=True, exist_ok=True)
-        store = cls(layout, fingerprint_digest, spec, shard_bytes, clock)
-        by_file = store._replay()
-        for series in (store._responses, store._states):
-            store._recover(series, by_file)
-        return store
+        make_directory(layout.root)
+        return cls(layout, fingerprint_digest, spec, shard_bytes, clock)
 
-    def _replay(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Outcomes from the journal; returns (kind, file) -> (rows, end of the last)."""
-        by_file: dict[tuple[int, int], tuple[int, int]] = {}
-        reasons = self._rejections.read()
-        for record in self._records:
-            kind, key = (
-                Kind(record["kind"]),
-                (bytes(record["prompt_id"]).hex(), int(record["turn"])),
-            )
-            file, tokens = int(record["file"]), int(record["tokens"])
+    def _replay(self, records: NDArray[np.void]) -> None:
+        """Outcomes from the journal, and the files brought to what it says."""
+        promised: dict[Kind, dict[int, tuple[int, int]]] = {Kind.RESPONSE: {}, Kind.STATES: {}}
+        count = int((records["kind"] == Kind.REJECTED).sum())
+        rejections = read_rejections(self._layout.rejected, count)
+        for number, record in enumerate(records):
+            kind, file, tokens = Kind(record["kind"]), int(record["file"]), int(record["tokens"])
+            key = (bytes(record["prompt_id"]).hex(), int(record["turn"]))
             if kind is Kind.REJECTED:
-                self._rejected[key] = next(reasons).reason
+                entry = next(rejections)
+                if entry.sample_id != f"{key[0]}-{key[1]}":
+                    raise CorruptFile(
+                        f"{entry.sample_id} where the journal has {key[0]}-{key[1]}",
+                        where=self._layout.rejected,
+                    )
+                self._rejected[key] = entry.reason
             elif kind is Kind.RETRY:
                 self._rejected.pop(key, None)
             else:
-                rows = by_file.get((kind, file), (0, 0))[0]
-                by_file[kind, file] = (rows + 1, int(record["end"]))
+                if key in (self._responded if kind is Kind.RESPONSE else self._collected):
+                    raise CorruptFile(
+                        f"record {number}: sample {key[0]}-{key[1]} stands twice",
+                        where=self._layout.journal,
+                    )
+                rows = promised[kind].get(file, (0, 0))[0]
+                promised[kind][file] = (rows + 1, int(record["end"]))
                 if kind is Kind.RESPONSE:
                     self._responded[key] = (file, rows)
                     self._responses.tokens[file] += tokens
                 else:
                     self._collected[key] = file
                     self._states.tokens[file] += tokens
-        self._records = self._records[:0]
-        return by_file
-
-    def _recover(self, series: _Series, by_file: dict[tuple[int, int], tuple[int, int]]) -> None:
-        numbers = self._layout.numbers(series.name)
-        journaled = {n: v for (kind, n), v in by_file.items() if kind == series.kind}
-        for number in sorted({*numbers, *journaled}):
-            rows, end = journaled.get(number, (0, 0))
-            path = series.path_of(number)
-            if part(path).exists():
-                sealed = recover(path, rows=rows, end=end)
-                if sealed is not None:
-                    series.sealed[number] = sealed
-            if rows and not path.exists():
-                raise CorruptFile(
-                    f"the file is gone, the journal promises {rows} rows of it", where=path
-                )
-            if path.exists():
-                found = len(open_batches(path))
-                if found != rows:
-                    raise CorruptFile(f"{found} rows, the journal promises {rows}", where=path)
-                series.rows[number] = rows
-        series.number = max([-1, *series.rows]) + 1
+        self._responses.recover(self._layout.numbers("responses"), promised[Kind.RESPONSE])
+        self._states.recover(self._layout.numbers("states"), promised[Kind.STATES])
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -214,12 +147,13 @@ class PartitionStore:
         """A stored response; call it on the writer thread. Raises CorruptFile."""
         number, row = self._responded[prompt_id, turn]
         path = self._layout.responses(number)
-        if not path.exists():
+        if number == self._responses.number:
             self.commit()  # the row may still be in the open file's buffer
-            opened = self._responses.open
-            assert opened is not None
-            return responses_format.from_batch(open_batches(part(path), end=opened.n_bytes)[row])
-        return responses_format.from_batch(open_batches(path)[row])
+        if number == self._responses.number:
+            return ResponsesReader(part(path), end=self._responses.open_bytes)[row]
+        if self._read is None or self._read[0] != number:
+            self._read = (number, ResponsesReader(path))
+        return self._read[1][row]
 
     def counts(self) -> Counts:
         """Samples by outcome."""
@@ -236,15 +170,16 @@ class PartitionStore:
         key = (response.prompt_id, response.turn)
         if key in self._responded:
             raise ValueError(f"sample {response.sample_id} has a response already")
-        row = self._append(
-            self._responses,
-            lambda: responses_format.SCHEMA,
-            lambda _: responses_format.to_batch(response),
-            key,
-            len(response.response_ids),
-            response.attempts,
-        )
-        self._responded[key] = (self._responses.number, row)
+        tokens = len(response.response_ids)
+        with self._sound():
+            row, end = self._responses.append(
+                lambda: responses_format.SCHEMA,
+                lambda _: responses_format.to_batch(response),
+                tokens,
+            )
+        number = self._responses.number
+        self._note(Kind.RESPONSE, key, number, end, tokens, response.attempts)
+        self._responded[key] = (number, row)
 
     def add_states(
         self,
@@ -274,8 +209,11 @@ class PartitionStore:
             self._params = states_format.fit(spec, rows)
             return spec.schema(self._params)
 
-        self._append(self._states, schema, batch, key, len(input_ids), 1)
-        self._collected[key] = self._states.number
+        with self._sound():
+            _, end = self._states.append(schema, batch, len(input_ids))
+        number = self._states.number
+        self._note(Kind.STATES, key, number, end, len(input_ids), 1)
+        self._collected[key] = number
 
     def add_rejection(
         self, prompt_id: str, turn: int, stage: str, reason: str, detail: str, attempts: int
@@ -292,96 +230,63 @@ class PartitionStore:
 
     def commit(self) -> None:
         """Make everything added so far durable: data first, then the journal."""
-        if not self._entries:
-            return
-        for series in (self._responses, self._states):
-            if series.open is not None:
-                series.open.sync()
-        self._rejections.sync()
-        for entry in self._entries:
-            self._journal.append(entry)
-        self._journal.sync()
-        self._entries.clear()
-        for series in (self._responses, self._states):
-            if series.open is not None and series.open.n_bytes >= self._shard_bytes:
-                self._seal_open(series)
+        with self._sound():
+            if self._entries:
+                self._responses.sync()
+                self._states.sync()
+                self._rejections.sync()
+                for entry in self._entries:
+                    self._journal.append(entry)
+                self._journal.sync()
+                self._entries.clear()
+            for series in (self._responses, self._states):
+                if series.open_bytes >= self._shard_bytes:
+                    series.roll()
 
     def seal(self, n_prompts: int) -> PartitionSummary:
         """Commit, close every file, and write partition.json: nothing is added afterwards."""
         self.commit()
-        for series in (self._responses, self._states):
-            self._seal_open(series)
-        rejects = Counter(self._rejected.values())
+        with self._sound():
+            self._responses.roll()
+            self._states.roll()
         rejections = self._layout.rejected
         summary = PartitionSummary(
             fingerprint=self._digest,
             prompts=n_prompts,
             collected=len(self._collected.keys() - self._rejected.keys()),
-            rejected=dict(rejects),
+            rejected=dict(Counter(self._rejected.values())),
             tokens_generated=self._responses.tokens.total(),
             tokens_captured=self._states.tokens.total(),
-            responses=self._files(self._responses),
-            states=self._files(self._states),
+            responses=self._responses.files(),
+            states=self._states.files(),
             journal_sha256=sha256_of(self._layout.journal),
             rejections_sha256=sha256_of(rejections) if rejections.exists() else None,
             opened_at=self._opened_at,
             sealed_at=self._clock(),
         )
-        write_json_atomic(self._layout.summary, asdict(summary))
+        summary.save(self._layout.summary)
         return summary
 
     def close(self) -> None:
         """Let go of the files; what was not committed is dropped."""
-        for series in (self._responses, self._states):
-            if series.open is not None:
-                series.open.abandon()
-                series.open = None
+        self._responses.abandon()
+        self._states.abandon()
         self._rejections.close()
         self._journal.close()
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _append(
-        self,
-        series: _Series,
-        schema: Callable[[], pa.Schema],
-        batch: Callable[[pa.Schema], pa.RecordBatch],
-        key: Key,
-        tokens: int,
-        attempts: int,
-    ) -> int:
-        """Write one row to the open file of a series, opening it if need be; returns its row."""
-        if series.open is None:
-            series.open = ArrowPart(series.path_of(series.number), schema())
-        row = series.open.rows
-        end = series.open.append(batch(series.open.schema))
-        series.tokens[series.number] += tokens
-        self._note(series.kind, key, series.number, end, tokens, attempts)
-        return row
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """A failed write may leave half a row: the first error answers every later call."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except BaseException as e:
+            self._broken = e
+            raise
 
     def _note(self, kind: Kind, key: Key, file: int, end: int, tokens: int, attempts: int) -> None:
         time_ms = int(self._clock() * 1000)
         self._entries.append(Entry(kind, key[0], key[1], file, end, tokens, attempts, time_ms))
-
-    def _seal_open(self, series: _Series) -> None:
-        if series.open is not None:
-            series.sealed[series.number] = series.open.seal()
-            series.rows[series.number] = series.open.rows
-            series.open = None
-            series.number += 1
-
-    def _files(self, series: _Series) -> list[FileSummary]:
-        found = []
-        for number in sorted(series.rows):
-            path = series.path_of(number)
-            known = series.sealed.get(number)  # sealed by an earlier process: hash it now
-            found.append(
-                FileSummary(
-                    name=path.name,
-                    rows=series.rows[number],
-                    tokens=series.tokens[number],
-                    n_bytes=known.n_bytes if known else path.stat().st_size,
-                    sha256=known.sha256 if known else sha256_of(path),
-                )
-            )
-        return found

@@ -26,6 +26,7 @@ from datagen.store.fingerprint import canonical_json
 
 FORMAT = "datagen.plan.1"
 BATCH_ROWS = 4096
+RESTORE = "restore it, or use a new run directory"
 SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
@@ -68,27 +69,50 @@ NAMES = tuple(f.name for f in fields(PlannedPrompt))
 
 
 def write_plan(path: Path, rows: Iterable[PlannedPrompt], metadata: dict[str, str]) -> str:
-    """Freeze `rows` in order; returns the digest. Streams: memory does not grow with the rows."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Freeze `rows` in order; returns the digest. Streams: memory does not grow with the rows.
+
+    Raises ValueError when partitions are not numbered 0, 1, 2 ... in order, or one straddles splits.
+    """
+    temporary, unsigned = (path.with_name(path.name + end) for end in (".tmp", ".unsigned.tmp"))
     digest = hashlib.sha256()
     with storage_errors(path):
-        with pa.OSFile(str(temporary), "wb") as sink:
-            iterator = iter(rows)
-            batches = _batches(iterator, digest)
-            first = next(batches, None)
-            held = [first] if first is not None else []
-            # the digest belongs in the schema, which comes first: two passes over the batches
-            held.extend(batches)
-            schema = SCHEMA.with_metadata(
-                {"format": FORMAT, "digest": digest.hexdigest(), **metadata}
-            )
-            with pa.ipc.new_file(sink, schema) as writer:
-                for batch in held:
-                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-        with open(temporary, "rb") as f:
-            os.fsync(f.fileno())
+        try:
+            # The digest stands in the schema, and the schema comes first: hence two passes.
+            _write(unsigned, SCHEMA, _batches(_in_order(rows), digest))
+            stored = pa.ipc.open_file(pa.memory_map(str(unsigned)))
+            signed = {"format": FORMAT, "digest": digest.hexdigest(), **metadata}
+            schema = SCHEMA.with_metadata(signed)
+            count = stored.num_record_batches
+            _write(temporary, schema, (stored.get_batch(i) for i in range(count)))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            unsigned.unlink(missing_ok=True)
         replace_durably(temporary, path)
     return digest.hexdigest()
+
+
+def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    with open(path, "wb") as sink:
+        with pa.ipc.new_file(sink, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def _in_order(rows: Iterable[PlannedPrompt]) -> Iterator[PlannedPrompt]:
+    partition, split = -1, ""
+    for row in rows:
+        if row.partition == partition + 1:
+            partition, split = row.partition, row.split
+        if (row.partition, row.split) != (partition, split):
+            raise ValueError(
+                f"prompt {row.prompt_id}: partition {row.partition} of {row.split} cannot follow "
+                f"partition {partition} of {split}"
+            )
+        yield row
 
 
 def _batches(rows: Iterator[PlannedPrompt], digest: Any) -> Iterator[pa.RecordBatch]:
@@ -105,12 +129,15 @@ def _batches(rows: Iterator[PlannedPrompt], digest: Any) -> Iterator[pa.RecordBa
 class Plan:
     """A frozen plan. Holds an index of the partitions; rows are read when asked for."""
 
-    def __init__(self, table: pa.Table, digest: str, metadata: dict[str, str]) -> None:
-        self._table = table
+    def __init__(self, path: Path, table: pa.Table, digest: str, metadata: dict[str, str]) -> None:
+        self._path, self._table = path, table
         self.digest, self.metadata = digest, metadata
         partition = table.column("partition").to_numpy()
         self.n_prompts = table.num_rows
         self.n_samples = int(table.column("n_turns").to_numpy().sum())
+        steps = np.diff(partition, prepend=-1)
+        if ((steps < 0) | (steps > 1)).any() or (self.n_prompts and partition[0] != 0):
+            raise CorruptFile("its partitions are not in order", where=path, fix=RESTORE)
         self.n_partitions = int(partition[-1]) + 1 if len(partition) else 0
         self._starts = np.searchsorted(partition, np.arange(self.n_partitions + 1))
 
@@ -121,28 +148,30 @@ class Plan:
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
             raw = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
         except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
-            raise CorruptFile(
-                f"no plan can be read: {e}",
-                where=path,
-                fix="restore it, or use a new run directory",
-            ) from e
+            raise CorruptFile(f"no plan can be read: {e}", where=path, fix=RESTORE) from e
         if raw.pop("format", None) != FORMAT or not table.schema.equals(SCHEMA):
-            raise CorruptFile(f"the file is no {FORMAT}", where=path, fix="use a new run directory")
-        plan = cls(table, raw.pop("digest", ""), raw)
-        sizes = np.diff(plan._starts)
-        if plan.n_prompts and (plan._starts[-1] != plan.n_prompts or (sizes == 0).any()):
-            raise CorruptFile("partitions are not contiguous", where=path)
-        return plan
+            raise CorruptFile(f"the file is no {FORMAT}", where=path, fix=RESTORE)
+        if any(table.column(name).null_count for name in ("partition", "n_turns")):
+            raise CorruptFile("a row has no partition or no turns", where=path, fix=RESTORE)
+        return cls(path, table, raw.pop("digest", ""), raw)
 
     def partition(self, index: int) -> list[PlannedPrompt]:
-        """The prompts of one partition, in order."""
+        """The prompts of one partition, in order. Raises CorruptFile."""
         start, stop = int(self._starts[index]), int(self._starts[index + 1])
-        rows = self._table.slice(start, stop - start).to_pylist()
+        try:
+            part = self._table.slice(start, stop - start)
+            part.validate(full=True)
+            rows = part.to_pylist()
+        except (pa.ArrowException, ValueError) as e:
+            raise CorruptFile(f"rows {start} to {stop}: {e}", where=self._path, fix=RESTORE) from e
         return [PlannedPrompt(**row) for row in rows]
 
     def split_of_partition(self, index: int) -> str:
         """The one split of a partition."""
-        return str(self._table.column("split")[int(self._starts[index])].as_py())
+        try:
+            return str(self._table.column("split")[int(self._starts[index])].as_py())
+        except ValueError as e:
+            raise CorruptFile(f"partition {index}: {e}", where=self._path, fix=RESTORE) from e
 
     def rows(self) -> Iterator[PlannedPrompt]:
         """Every prompt, one partition in memory at a time."""

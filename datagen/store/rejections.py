@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 
 from datagen.errors import CorruptFile
-from datagen.store.atomic import storage_errors
+from datagen.store.atomic import fsync_dir, storage_errors, write_all
 
 MAX_DETAIL = 2000
 
@@ -28,6 +28,9 @@ class Rejection:
     reason: str
     detail: str
     attempts: int
+
+
+TYPES = {"sample_id": str, "stage": str, "reason": str, "detail": str, "attempts": int}
 
 
 class RejectionLog:
@@ -63,15 +66,10 @@ class RejectionLog:
         with storage_errors(self._path):
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            data = memoryview(b"".join(self._buffer))
-            while data:
-                data = data[os.write(self._fd, data) :]
+                fsync_dir(self._path.parent)
+            write_all(self._fd, b"".join(self._buffer))
             os.fdatasync(self._fd)
         self._buffer.clear()
-
-    def read(self) -> Iterator[Rejection]:
-        """The lines on disk, in order."""
-        return read_rejections(self._path)
 
     def close(self) -> None:
         """Close; what was not synced is dropped."""
@@ -80,13 +78,31 @@ class RejectionLog:
             self._fd = None
 
 
-def read_rejections(path: Path) -> Iterator[Rejection]:
-    """Every rejection of a file; an absent file has none. Raises CorruptFile naming the line."""
-    if not path.exists():
+def read_rejections(path: Path, count: int) -> Iterator[Rejection]:
+    """The first `count` rejections of a file, as many as the journal promises; the rest is a tail.
+
+    Raises CorruptFile naming the line, or that there are fewer.
+    """
+    if count == 0:
         return
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, start=1):
-            try:
-                yield Rejection(**orjson.loads(line))
-            except (orjson.JSONDecodeError, TypeError) as e:
-                raise CorruptFile(f"line {number}: {e}", where=path) from e
+    try:
+        with open(path, "rb") as f:
+            for number in range(1, count + 1):
+                yield _parsed(path, number, f.readline())
+    except FileNotFoundError as e:
+        raise CorruptFile(
+            f"the file is gone, the journal promises {count} lines", where=path
+        ) from e
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Rejection:
+    try:
+        if not line.endswith(b"\n"):
+            raise ValueError("the line does not end")
+        entry = Rejection(**orjson.loads(line))
+        for name, kind in TYPES.items():
+            if type(getattr(entry, name)) is not kind:
+                raise ValueError(f"{name} is no {kind.__name__}")
+    except (ValueError, TypeError) as e:
+        raise CorruptFile(f"line {number}: {e}", where=path) from e
+    return entry

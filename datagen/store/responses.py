@@ -6,12 +6,17 @@ source of ids; times in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from datagen.errors import CorruptFile
+from datagen.store.arrow_part import open_batches
 
 FORMAT = "datagen.responses.1"
 SCHEMA = pa.schema(
@@ -73,7 +78,7 @@ FIELDS = tuple(f.name for f in fields(Response))
 def to_batch(response: Response) -> pa.RecordBatch:
     """One row in SCHEMA. Lone surrogates, which Arrow's UTF-8 cannot hold, become U+FFFD."""
     row: dict[str, Any] = {name: getattr(response, name) for name in FIELDS}
-    row["text"] = response.text.encode("utf-8", "replace").decode()
+    row["text"] = response.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     row["sample_id"] = response.sample_id
     return pa.record_batch(
         [pa.array([row[field.name]], type=field.type) for field in SCHEMA], schema=SCHEMA
@@ -81,12 +86,44 @@ def to_batch(response: Response) -> pa.RecordBatch:
 
 
 def from_batch(batch: pa.RecordBatch, row: int = 0) -> Response:
-    """The response at `row` of a batch."""
+    """The response at `row` of a batch. Raises ValueError when a cell is not what SCHEMA says."""
     values: dict[str, Any] = {}
     for name in FIELDS:
         cell = batch.column(name)[row]
+        if not cell.is_valid and not SCHEMA.field(name).nullable:
+            raise ValueError(f"{name} is missing")
         if name in ("context_ids", "response_ids"):
             values[name] = np.array(cell.values.to_numpy(), dtype=np.int32)
         else:
             values[name] = cell.as_py()
-    return Response(**values)
+    response = Response(**values)
+    if batch.column("sample_id")[row].as_py() != response.sample_id:
+        raise ValueError("sample_id is not prompt_id and turn")
+    return response
+
+
+class ResponsesReader:
+    """Random access to the responses of a file: sealed, or with `end` still open (`.part`)."""
+
+    def __init__(self, path: Path, *, end: int | None = None) -> None:
+        self._path = path
+        self._batches = open_batches(path, end=end)
+        if not self._batches.schema.equals(SCHEMA, check_metadata=True):
+            raise CorruptFile(f"the file is no {FORMAT}", where=path, fix="run `datagen verify`")
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Response:
+        """Response `index`; raises CorruptFile naming file and row."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        try:
+            return from_batch(self._batches[index])
+        except (pa.ArrowException, ValueError, TypeError) as e:
+            raise CorruptFile(
+                f"row {index}: {e}", where=self._path, fix="run `datagen verify`"
+            ) from e
+
+    def __iter__(self) -> Iterator[Response]:
+        return (self[index] for index in range(len(self)))

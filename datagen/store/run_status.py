@@ -61,7 +61,7 @@ def run_status(root: Path) -> RunStatus:
         if not partition.root.is_dir():
             continue
         sealed += partition.summary.exists()
-        stored += sum(f.stat().st_size for f in partition.root.glob("states-*") if f.exists())
+        stored += sum(_size(f) for f in partition.root.glob("states-*"))
         records = read_journal(partition.journal)
         kinds = np.bincount(records["kind"], minlength=5)
         responded += int(kinds[Kind.RESPONSE])
@@ -70,9 +70,7 @@ def run_status(root: Path) -> RunStatus:
             f"{bytes(r['prompt_id']).hex()}-{r['turn']}"
             for r in records[records["kind"] == Kind.RETRY]
         )
-        for entry, _ in zip(
-            read_rejections(partition.rejected), range(kinds[Kind.REJECTED]), strict=False
-        ):
+        for entry in read_rejections(partition.rejected, int(kinds[Kind.REJECTED])):
             if retried[entry.sample_id]:
                 retried[entry.sample_id] -= 1
             else:
@@ -87,3 +85,11 @@ def run_status(root: Path) -> RunStatus:
         stored_bytes=stored,
         complete=layout.manifest.exists(),
     )
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 when a live writer has renamed it since it was listed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -145,8 +145,8 @@ class ShardReader:
         return len(self._batches)
 
     def columns(self, index: int) -> SampleColumns:
-        """Ids and mask of sample `index`; the states are not read."""
-        batch = self._batches[index]
+        """Ids and mask of sample `index`; the states are not read. Raises CorruptFile."""
+        batch = self._batch(index)
         try:
             return SampleColumns(
                 sample_id=batch.column("sample_id")[0].as_py(),
@@ -163,9 +163,14 @@ class ShardReader:
     ) -> NDArray[np.uint16]:
         """Bit patterns uint16 [tokens, layers, H] of sample `index`; raises CorruptFile.
 
-        `layers`: positions among the boundaries and the final state (which is the last).
+        `tokens`: a slice without a step; `layers`: positions among the boundaries and the final
+        state, which is the last. ValueError when they name no token or layer there can be.
         """
-        batch, spec = self._batches[index], self.spec
+        spec = self.spec
+        wanted = range(spec.n_layers) if layers is None else layers
+        if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
+            raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
+        batch = self._batch(index)
         try:
             n_tokens = int(batch.column("n_tokens")[0].as_py())
             frames = [memoryview(f.as_buffer()) for f in batch.column("exp")[0].values]
@@ -177,16 +182,25 @@ class ShardReader:
                 spec.hidden_size,
                 self._params,
                 tokens,
-                range(spec.n_layers) if layers is None else layers,
+                wanted,
             )
         except (pa.ArrowException, ValueError, IndexError, TypeError) as e:
             raise self._corrupt(index, str(e)) from e
 
     def stored_bytes(self, index: int) -> int:
         """Encoded size of the states of a sample."""
-        batch = self._batches[index]
+        batch = self._batch(index)
         exp = sum(len(f.as_buffer()) for f in batch.column("exp")[0].values)
         return exp + len(batch.column("sm")[0].as_buffer())
+
+    def _batch(self, index: int) -> pa.RecordBatch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        batch = self._batches[index]
+        missing = [c for c in batch.schema.names if batch.column(c).null_count]
+        if missing:
+            raise self._corrupt(index, f"{missing[0]} is missing")
+        return batch
 
     def _corrupt(self, index: int, what: str) -> CorruptFile:
         return CorruptFile(f"row {index}: {what}", where=self._path, fix="run `datagen verify`")

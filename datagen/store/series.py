@@ -1,0 +1,103 @@
+"""The numbered files of one kind in a partition: one open, the others sealed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+
+from datagen.errors import CorruptFile
+from datagen.store.arrow_part import ArrowPart, SealedFile, open_batches, recover, sha256_of
+from datagen.store.layout import part
+from datagen.store.seal import FileSummary
+
+
+class Series:
+    """Rows go to the open file; `roll` seals it and the next row opens another."""
+
+    def __init__(self, path_of: Callable[[int], Path]) -> None:
+        self._path_of = path_of
+        self._open: ArrowPart | None = None
+        self._sealed: dict[int, SealedFile] = {}
+        self._rows: dict[int, int] = {}
+        self.tokens: Counter[int] = Counter()
+        """File number -> tokens of its rows."""
+        self.number = 0
+        """Number of the file that takes the next row."""
+
+    def recover(self, present: list[int], journaled: dict[int, tuple[int, int]]) -> None:
+        """Bring the files to what the journal says: file number -> (rows, end of the last).
+
+        Raises CorruptFile when a file holds less than was promised.
+        """
+        for number in sorted({*present, *journaled}):
+            rows, end = journaled.get(number, (0, 0))
+            path = self._path_of(number)
+            if part(path).exists():
+                sealed = recover(path, rows=rows, end=end)
+                if sealed is not None:
+                    self._sealed[number] = sealed
+            if path.exists():
+                found = len(open_batches(path))
+                if found != rows:
+                    raise CorruptFile(f"{found} rows, the journal promises {rows}", where=path)
+                self._rows[number] = rows
+            elif rows:
+                raise CorruptFile(
+                    f"the file is gone, the journal promises {rows} rows of it", where=path
+                )
+        self.number = max([-1, *self._rows]) + 1
+
+    def append(
+        self,
+        schema: Callable[[], pa.Schema],
+        batch: Callable[[pa.Schema], pa.RecordBatch],
+        tokens: int,
+    ) -> tuple[int, int]:
+        """Write one row, opening a file with `schema` if none is; returns its row and end offset."""
+        if self._open is None:
+            self._open = ArrowPart(self._path_of(self.number), schema())
+        row = self._open.rows
+        end = self._open.append(batch(self._open.schema))
+        self.tokens[self.number] += tokens
+        return row, end
+
+    def sync(self) -> None:
+        """Wait until every row is on disk."""
+        if self._open is not None:
+            self._open.sync()
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes in the open file; 0 when none is open."""
+        return self._open.n_bytes if self._open is not None else 0
+
+    def roll(self) -> None:
+        """Seal the open file."""
+        if self._open is not None:
+            self._sealed[self.number] = self._open.seal()
+            self._rows[self.number] = self._open.rows
+            self._open = None
+            self.number += 1
+
+    def abandon(self) -> None:
+        """Close the open file as it is."""
+        if self._open is not None:
+            self._open.abandon()
+            self._open = None
+
+    def files(self) -> list[FileSummary]:
+        """The sealed files, in order."""
+        return [self._file(number) for number in sorted(self._rows)]
+
+    def _file(self, number: int) -> FileSummary:
+        path, known = self._path_of(number), self._sealed.get(number)
+        return FileSummary(
+            name=path.name,
+            rows=self._rows[number],
+            tokens=self.tokens[number],
+            n_bytes=known.n_bytes if known else path.stat().st_size,
+            sha256=known.sha256 if known else sha256_of(path),  # sealed by an earlier process
+        )
