@@ -120,6 +120,7 @@ class KVCache:
         self.lengths.append(length)
         return len(self.lengths) - 1
 
+    @torch.inference_mode()  # the cache may have grown in a forward pass, so in that mode
     def remove(self, slot: int) -> None:
         """Free a slot; the last sequence moves into the hole."""
         last = len(self.lengths) - 1
