@@ -19,8 +19,8 @@ from datagen.prompts.words import WordHashes, ngram_hashes
 
 BLOCK_SHINGLES = 1 << 16
 MOST_NEIGHBOURS = 32
-ESTIMATE_MARGIN = 0.19
-"""Three standard deviations of a 64-permutation estimate at 0.82."""
+MARGIN_SIGMAS = 3.0
+"""How far below the threshold an estimate may lie before a pair is given up."""
 PAIRS_AT_A_TIME = 1 << 16
 SHINGLES_AT_A_TIME = 1 << 19
 
@@ -73,14 +73,15 @@ def near_duplicates(
     rows = np.flatnonzero(comparable & sketches.sketched)
     dropped = np.zeros(len(comparable), dtype=np.bool_)
     while True:
-        pairs = _proposed(sketches.bands[rows], sketches.low[rows], near.threshold)
-        for earlier, later in rows[_alike(pairs, rows, words_of, near)].tolist():
+        pairs, crowded = _proposed(sketches.bands[rows], sketches.low[rows], near.threshold)
+        alike = _alike(pairs, rows, words_of, near)
+        for earlier, later in rows[alike].tolist():
             if not dropped[earlier]:
                 dropped[later] = True
-        left = rows[~dropped[rows]]
-        if len(left) == len(rows):
+        if len(alike) == 0 or not crowded.any():
             return dropped
-        rows = left  # crowds are compared in part: again, until none that stays resembles another
+        # crowds were compared in part: again, until none that stays resembles another
+        rows = rows[crowded & ~dropped[rows]]
 
 
 def _alike(
@@ -119,15 +120,17 @@ def _blocks(owner: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 def _proposed(
     bands: npt.NDArray[np.uint32], low: npt.NDArray[np.uint8], threshold: float
-) -> npt.NDArray[np.int64]:
-    """Pairs (earlier, later) that share a band and whose signatures agree well enough, [m, 2].
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Pairs (earlier, later) that share a band and whose signatures agree well enough, [m, 2], and
+    which texts, [n], are in a crowd: a run too long for every pair to be looked at.
 
     Within a run of equal bands, texts stand in the order of the next band, so that the most alike
     are neighbours; each is paired with the 32 before it and with the earliest text of its run.
     """
     n_texts, n_bands = bands.shape
     if n_texts == 0:
-        return np.zeros((0, 2), dtype=np.int64)
+        return np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=np.bool_)
+    crowded = np.zeros(n_texts, dtype=np.bool_)
     found: list[npt.NDArray[np.int64]] = []
     for b in range(n_bands):
         key = bands[:, b].astype(np.uint64) << np.uint64(32)
@@ -135,6 +138,7 @@ def _proposed(
         run = bands[order, b]
         starts = np.flatnonzero(np.concatenate(([True], run[1:] != run[:-1])))
         lengths = np.diff(np.append(starts, n_texts))
+        crowded[order[np.repeat(lengths > MOST_NEIGHBOURS + 1, lengths)]] = True
         place = np.arange(n_texts) - np.repeat(starts, lengths)
         earliest = np.repeat(np.minimum.reduceat(order, starts), lengths)
         for distance in range(1, MOST_NEIGHBOURS + 2):
@@ -146,7 +150,7 @@ def _proposed(
             found.append(_agreeing(earlier, order[later], low, threshold))
     codes = [np.minimum(p[:, 0], p[:, 1]) * n_texts + np.maximum(p[:, 0], p[:, 1]) for p in found]
     unique = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *codes]))
-    return np.stack([unique // n_texts, unique % n_texts], axis=1)
+    return np.stack([unique // n_texts, unique % n_texts], axis=1), crowded
 
 
 def _agreeing(
@@ -157,7 +161,8 @@ def _agreeing(
 ) -> npt.NDArray[np.int64]:
     """The pairs whose estimated similarity is not hopelessly below the threshold, [m, 2]."""
     kept: list[npt.NDArray[np.int64]] = []
-    least = (threshold - ESTIMATE_MARGIN) * low.shape[1]
+    sigma = (threshold * (1 - threshold) / low.shape[1]) ** 0.5
+    least = (threshold - MARGIN_SIGMAS * sigma) * low.shape[1]
     for start in range(0, len(left), PAIRS_AT_A_TIME):
         a, b = left[start : start + PAIRS_AT_A_TIME], right[start : start + PAIRS_AT_A_TIME]
         enough = ((low[a] == low[b]).sum(axis=1) >= least) & (a != b)

@@ -17,7 +17,7 @@ from datagen.prompts.population import I64, Population
 from datagen.prompts.report import PlanReport
 from datagen.store.plan import PlannedPrompt
 
-ROWS_AT_A_TIME = 4096
+ROWS_AT_A_TIME = 32_768
 
 
 @dataclass(frozen=True)

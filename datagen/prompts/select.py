@@ -16,7 +16,7 @@ from datagen.prompts.report import PlanReport
 
 Measure = Callable[[I64], tuple[npt.NDArray[np.int32], list[str | None]]]
 """Prompt tokens of candidates, and per candidate the reason why it cannot be asked, or None."""
-BLOCK = 4096
+BLOCK = 32_768
 
 
 def largest_remainder(weights: list[int], total: int) -> list[int]:
