@@ -120,7 +120,7 @@ def write_tiny_mix(
         chosen = random.Random(f"{kind}{i}").choices(WORDS, k=8)  # noqa: S311
         messages = [{"role": "user", "content": f"Write {i} lines on {' '.join(chosen)}."}]
         if i % multi_turn_every == 0:
-            messages.append({"role": "user", "content": f"Now {i} more, on {chosen[0]} alone."})
+            messages.append({"role": "user", "content": f"Now {i} more of {kind}, on {chosen[0]} and {chosen[1]}."})
         return {"id": f"{kind}-{i}", "messages": messages}
 
     for kind, count in (("train", prompts), ("heldout", max(2, prompts // 10))):
