@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,26 +34,38 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         server.wait(10)
 
 
-def peak_memory(bench: Bench, prompts: int) -> int:
-    """Peak resident bytes of a whole collect of `prompts` prompts."""
+def resident_while_collecting(bench: Bench, prompts: int) -> list[int]:
+    """Resident anonymous bytes, sampled from the first sealed partition to the end of the run."""
     folder = bench.folder / f"mix-{prompts}"
     folder.mkdir()
+    root = bench.folder / f"memory-{prompts}"
     mix = write_tiny_mix(folder, prompts)
     with open(folder / "log", "ab") as log:
         process = subprocess.Popen(
-            bench.command(f"memory-{prompts}", "--mix", str(mix), "--partition-prompts", "50"),
+            bench.command(root.name, "--mix", str(mix), "--partition-prompts", "50"),
             stdout=log, stderr=log, env=environment(bench.folder),
         )  # fmt: skip
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    samples: list[int] = []
+    while process.poll() is None:
+        if next(root.glob("partitions/*/partition.json"), None) is not None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            found = re.search(r"RssAnon:\s+(\d+) kB", status)  # gone once the process ends
+            if found:
+                samples.append(int(found[1]) * 1024)
+        time.sleep(0.05)
     assert process.returncode == 0, (folder / "log").read_text()
-    return usage.ru_maxrss * 1024
+    return samples
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts(bench: Bench) -> None:
-    few, many = peak_memory(bench, 200), peak_memory(bench, 2000)
-    print(f"peak resident: {few / MIB:.0f} MiB at 200 prompts, {many / MIB:.0f} MiB at 2,000")
-    assert many - few < 25 * MIB
+    few, many = resident_while_collecting(bench, 200), resident_while_collecting(bench, 2000)
+    early = max(many[: len(many) // 4])
+    print(
+        f"resident: {max(few) / MIB:.0f} MiB at 200 prompts, {max(many) / MIB:.0f} MiB at 2,000; "
+        f"grown by {(max(many) - early) / MIB:.0f} MiB over the last three quarters of these"
+    )
+    assert max(many) - early < 12 * MIB, "the rows themselves leave nothing behind"
+    assert max(many) - max(few) < 60 * MIB, "the index of the plan, about 12 kB a prompt"
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(bench: Bench) -> None:
