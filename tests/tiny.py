@@ -26,11 +26,46 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-WORDS = (
-    "river stone lamp violin harbour orchard engine winter pepper galaxy ladder copper mirror "
-    "anchor thunder velvet compass meadow lantern saddle puzzle rocket canyon basket whistle "
-    "shadow marble feather tunnel garden hammer island jacket kettle lemon magnet needle oyster"
-).split()
+WORDS = [
+    "river",
+    "stone",
+    "lamp",
+    "violin",
+    "harbour",
+    "orchard",
+    "engine",
+    "winter",
+    "pepper",
+    "galaxy",
+    "ladder",
+    "copper",
+    "mirror",
+    "anchor",
+    "thunder",
+    "velvet",
+    "compass",
+    "meadow",
+    "lantern",
+    "saddle",
+    "puzzle",
+    "rocket",
+    "canyon",
+    "basket",
+    "whistle",
+    "shadow",
+    "marble",
+    "feather",
+    "tunnel",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "lemon",
+    "magnet",
+    "needle",
+    "oyster",
+]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog and counts one two three four five.",
     "Name three rivers in Peru. Write a haiku about rain, then another one about snow.",
@@ -117,10 +152,11 @@ def write_tiny_mix(
     """A mix over generated prompts, some of several turns, and a few held-out ones."""
 
     def row(kind: str, i: int) -> dict[str, Any]:
-        chosen = random.Random(f"{kind}{i}").choices(WORDS, k=8)  # noqa: S311
+        chosen = random.Random(f"{kind}{i}").choices(WORDS, k=8)
         messages = [{"role": "user", "content": f"Write {i} lines on {' '.join(chosen)}."}]
         if i % multi_turn_every == 0:
-            messages.append({"role": "user", "content": f"Now {i} more of {kind}, on {chosen[0]} and {chosen[1]}."})
+            more = f"Now {i} more of {kind}, on {chosen[0]} and {chosen[1]}."
+            messages.append({"role": "user", "content": more})
         return {"id": f"{kind}-{i}", "messages": messages}
 
     for kind, count in (("train", prompts), ("heldout", max(2, prompts // 10))):
