@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.exceptions import FailedRun
 from prefect.states import Failed
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from datagen.collect import CollectJob
 from datagen.config import collect_config
@@ -23,35 +22,46 @@ from flows.progress import RunView
 
 @flow(name="datagen", flow_run_name="{run}-{mix}-{target}", retries=0, persist_result=False)
 async def datagen(
-    run: Annotated[str, Field(description="A name under runs_dir, or a path")] = "demo",
-    mix: Annotated[str, Field(description="A mix by name, or the path of its .yaml")] = "demo",
-    target: Annotated[str, Field(description="A target profile, or its .yaml")] = "smollm2",
-    endpoints: Annotated[
-        str, Field(description="Server URLs, comma separated; empty is the profile's")
-    ] = "",
-    limit: Annotated[int, Field(description="Prompts to take; 0 is the whole mix", ge=0)] = 200,
-    max_new_tokens: Annotated[
-        int, Field(description="Tokens per response; 0 is the profile's", ge=0)
-    ] = 0,
-    temperature: Annotated[
-        float, Field(description="Of the train split; negative is the profile's")
-    ] = -1.0,
-    seed: Annotated[int, Field(description="Run seed; sampling seeds derive from it", ge=0)] = 0,
-    codec: Annotated[str, Field(description="How hidden states are stored")] = "plane",
-    runs_dir: Annotated[str, Field(description="Where runs named without a path live")] = "runs",
-    tokenizer: Annotated[
-        str, Field(description="Directory of the target's tokenizer; empty finds it")
-    ] = "",
-    partition_prompts: Annotated[int, Field(description="Prompts in a partition", ge=1)] = 25,
-    shard_mib: Annotated[int, Field(description="Size at which a shard is sealed", ge=1)] = 256,
-    spool_mib: Annotated[int, Field(description="Most states in flight", ge=1)] = 1024,
-    concurrency: Annotated[int, Field(description="First window of each endpoint", ge=1)] = 32,
-    attempts: Annotated[int, Field(description="Attempts before a row is rejected", ge=1)] = 3,
-    patience_s: Annotated[float, Field(description="Wait for a dead server, seconds")] = 300.0,
+    run: str = "demo",
+    mix: str = "demo",
+    target: str = "smollm2",
+    endpoints: str = "",
+    limit: NonNegativeInt = 200,
+    max_new_tokens: NonNegativeInt = 0,
+    temperature: float = -1.0,
+    seed: NonNegativeInt = 0,
+    codec: str = "plane",
+    runs_dir: str = "runs",
+    tokenizer: str = "",
+    partition_prompts: PositiveInt = 25,
+    shard_mib: PositiveInt = 256,
+    spool_mib: PositiveInt = 1024,
+    concurrency: PositiveInt = 32,
+    attempts: PositiveInt = 3,
+    patience_s: PositiveFloat = 300.0,
 ) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
 
     Run it again after anything: it goes on where the disk says it was.
+
+    Args:
+        run: A name under runs_dir, or a path.
+        mix: A mix by name, or the path of its .yaml.
+        target: A target profile by name, or the path of its .yaml.
+        endpoints: Server URLs, comma separated; empty is the profile's.
+        limit: Prompts to take; 0 is the whole mix.
+        max_new_tokens: Tokens per response; 0 is the profile's.
+        temperature: Of the train split; negative is the profile's.
+        seed: Run seed; sampling seeds derive from it.
+        codec: How hidden states are stored.
+        runs_dir: Where runs named without a path live.
+        tokenizer: Directory of the target's tokenizer; empty finds it.
+        partition_prompts: Prompts in a partition, which is one task run.
+        shard_mib: Size at which a shard is sealed.
+        spool_mib: Most hidden states asked for and not yet stored.
+        concurrency: First window of each endpoint.
+        attempts: Attempts before a row is rejected.
+        patience_s: Seconds to wait for a dead server.
     """
     log = flow_logger()
     try:
@@ -102,10 +112,9 @@ async def _collect_partitions(job: CollectJob) -> None:
 
     async def one(index: int) -> None:
         async with gate:
-            try:
-                await collect_partition(index)
-            except FailedRun:
-                raise failures[0] from None
+            await collect_partition(index)
+            if failures:
+                raise failures[0]
 
     tasks = [asyncio.create_task(one(i)) for i in job.pending_partitions]
     try:

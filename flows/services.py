@@ -234,10 +234,33 @@ def up(server: Service, flows: Service, target: Service | None) -> None:
         if start(service):
             print(f"starting the {service.name} at {service.address}", flush=True)
     wait_ready(server)
+    if _outlived(server, flows) and not _runs_in_progress(server):
+        stop(flows)
     start(flows)
     wait_ready(flows)
     if target is not None:
         wait_ready(target)
+
+
+def _outlived(server: Service, flows: Service) -> bool:
+    """Whether the flows process is older than the server.
+
+    Prefect's runner goes on when its server dies, but cancels no run ever after.
+    """
+    return holder(flows.pid_file) is not None and (
+        flows.pid_file.stat().st_mtime < server.pid_file.stat().st_mtime
+    )
+
+
+def _runs_in_progress(server: Service) -> bool:
+    states = {"flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}}
+    query = urllib.request.Request(
+        f"{server.address}/flow_runs/count",
+        data=json.dumps(states).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(query, timeout=10) as answer:
+        return bool(json.load(answer) > 0)
 
 
 def main() -> None:

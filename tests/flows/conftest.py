@@ -15,13 +15,17 @@ import httpx
 import pytest
 
 from datagen.errors import CorruptFile
+from datagen.store.journal import Kind, read_journal
+from datagen.store.layout import RunLayout
 from datagen.store.manifest import Manifest
-from flows.services import Service, all_services, holder, stop, up
+from datagen.store.plan import Plan
+from flows.services import PROFILE_PORT, Service, all_services, holder, stop, up
 from tests.collect.harness import Bench
 from tests.tiny import TargetProcess, free_port, serving, write_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 30
+SLOW = {"max_new_tokens": 250, "concurrency": 4}  # slow enough to be met in the middle
 T = TypeVar("T")
 
 
@@ -70,6 +74,14 @@ class Prefect:
         found: list[dict[str, Any]] = answer.raise_for_status().json()
         return found
 
+    def cancel(self, flow_run: dict[str, Any]) -> None:
+        """What the UI's Cancel button sends."""
+        httpx.post(
+            f"{self.server.address}/flow_runs/{flow_run['id']}/set_state",
+            json={"state": {"type": "CANCELLING"}},
+            timeout=30,
+        ).raise_for_status()
+
     def flow_runs(self, run: Path) -> list[dict[str, Any]]:
         """Flow runs of a run directory, the latest first."""
         runs = self.find("flow_runs", sort="START_TIME_DESC")
@@ -89,7 +101,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     folder = tmp_path_factory.mktemp("prefect")
     home, port = folder / "home", free_port()
     home.mkdir()
-    server, flows, _ = all_services(home, port, free_port())
+    server, flows, _ = all_services(home, port, PROFILE_PORT)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # where prefect.toml is
         patch.setenv("PREFECT_HOME", str(home))
@@ -135,3 +147,14 @@ def manifest_of(run: Path) -> Manifest | None:
         return Manifest.load(run / "manifest.json")
     except CorruptFile:
         return None
+
+
+def collected(run: Path) -> set[tuple[int, str, int, int]]:
+    """(partition, prompt id, turn, time in ms) of every sample with states, by the journals."""
+    layout = RunLayout(run)
+    return {
+        (index, bytes(r["prompt_id"]).hex(), int(r["turn"]), int(r["time_ms"]))
+        for index in range(Plan.open(layout.plan).n_partitions)
+        for r in read_journal(layout.partition(index).journal)
+        if r["kind"] == Kind.STATES
+    }

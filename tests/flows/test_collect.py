@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from datagen.config import collect_config
 from datagen.store.run_status import run_status
-from tests.collect.harness import Bench, responses, rows_done, state_ids
-from tests.flows.conftest import PROMPTS, Prefect, eventually, manifest_of, settings
-from tests.tiny import free_port
+from tests.collect.harness import Bench, rows_done, state_ids
+from tests.flows.conftest import (
+    PROMPTS,
+    SLOW,
+    Prefect,
+    collected,
+    eventually,
+    manifest_of,
+    settings,
+)
+from tests.tiny import free_port, serving
 
 pytestmark = pytest.mark.prefect
-LONG = 200  # tokens per response: long enough to be met in the middle
+
+
+@pytest.fixture(autouse=True)
+def _services_run(prefect: Prefect) -> None:
+    """A test that kills one leaves it to the next test to start it."""
+    prefect.up()
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +91,6 @@ def test_the_progress_artifact_ends_complete_and_says_everything(
 def test_the_table_and_the_summary_tell_what_the_manifest_holds(
     prefect: Prefect, finished: Path
 ) -> None:
-    import json
-
     (flow_run,) = prefect.flow_runs(finished)
     manifest = manifest_of(finished)
     assert manifest is not None
@@ -95,8 +108,6 @@ def test_the_table_and_the_summary_tell_what_the_manifest_holds(
 
 def test_a_written_manifest_is_an_event_that_names_it(prefect: Prefect, finished: Path) -> None:
     def written() -> list[dict[str, Any]]:
-        import httpx
-
         answer = httpx.post(
             f"{prefect.server.address}/events/filter",
             json={"filter": {"event": {"name": ["datagen.manifest.written"]}}},
@@ -148,15 +159,22 @@ def test_an_unknown_mix_fails_with_one_line(prefect: Prefect, bench: Bench) -> N
     assert "Traceback" not in done.stdout
 
 
-def test_a_target_that_dies_for_good_fails_the_run_and_keeps_the_rows(
-    prefect: Prefect, bench: Bench, finished: Path
+def test_a_target_that_dies_for_good_fails_the_run_with_one_line(
+    prefect: Prefect, bench: Bench, tmp_path: Path
 ) -> None:
-    run = bench.folder / "no-target"
-    nobody = f"http://127.0.0.1:{free_port()}"
-    done = prefect.deployment_run("--watch", **settings(bench, run, endpoints=nobody))
-    assert done.returncode == 1
-    assert nobody in prefect.flow_runs(run)[0]["state"]["message"]
-    assert "Traceback" not in done.stdout
+    run = bench.folder / "target-died"
+    with serving(str(bench.checkpoint), tmp_path) as mortal:
+        given = settings(bench, run, endpoints=mortal.url, patience_s=1, **SLOW)
+        prefect.deployment_run(**given)
+        eventually(lambda: rows_done(run) > 0)
+        mortal.kill()
+    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "FAILED")
+    (flow_run,) = prefect.flow_runs(run)
+    assert mortal.url in flow_run["state"]["message"]
+    assert "\n" not in flow_run["state"]["message"]
+    assert rows_done(run) > 0
+    logs = prefect.find("logs", logs={"flow_run_id": {"any_": [flow_run["id"]]}})
+    assert not [entry["message"] for entry in logs if "Traceback" in entry["message"]]
 
 
 def test_the_form_shows_every_setting_with_its_default_and_meaning(prefect: Prefect) -> None:
@@ -177,7 +195,7 @@ def test_data_goes_on_while_the_prefect_server_is_dead(
     prefect: Prefect, bench: Bench, finished: Path
 ) -> None:
     run = bench.folder / "server-killed"
-    prefect.deployment_run(**settings(bench, run, max_new_tokens=LONG))
+    prefect.deployment_run(**settings(bench, run, **SLOW))
     eventually(lambda: rows_done(run) > 0)
     os.kill(prefect.pid(prefect.server), signal.SIGKILL)
     assert manifest_of(run) is None, "killed in the middle"
@@ -187,25 +205,28 @@ def test_data_goes_on_while_the_prefect_server_is_dead(
     assert bench.verify("server-killed").returncode == 0
     eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "COMPLETED", within_s=120)
 
+    before = prefect.pid(prefect.flows)
+    prefect.up()
+    assert prefect.pid(prefect.flows) != before, "one that saw its server die cancels no run"
+
 
 def test_cancelling_keeps_what_is_done_and_the_next_run_finishes_it(
     prefect: Prefect, bench: Bench, finished: Path
 ) -> None:
     run = bench.folder / "cancelled"
-    given = settings(bench, run, max_new_tokens=LONG)
+    given = settings(bench, run, **SLOW)
     prefect.deployment_run(**given)
     eventually(lambda: rows_done(run) > 0)
     (flow_run,) = prefect.flow_runs(run)
-    cancelled = prefect.command("flow-run", "cancel", flow_run["id"])
-    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    prefect.cancel(flow_run)
     eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "CANCELLED")
-    kept = dict(state_ids(run))
+    kept = collected(run)
     assert manifest_of(run) is None
     assert kept
 
     done = prefect.deployment_run("--watch", **given)
     assert done.returncode == 0, done.stdout
+    assert kept < collected(run), "nothing was collected twice"
     after = list(state_ids(run))
-    assert len(after) == len(dict(after)) == len(dict(responses(run)))
-    assert kept.items() <= dict(after).items()
+    assert len(after) == len(dict(after)) == run_status(run).planned
     assert bench.verify("cancelled").returncode == 0

@@ -1,0 +1,71 @@
+"""SIGKILL of any process of ours at any moment, then the same command: the rows of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from datagen.store.run_status import run_status
+from tests.collect.harness import Bench, responses, rows_done, state_ids
+from tests.flows.conftest import SLOW, Prefect, eventually, manifest_of, settings
+
+pytestmark = pytest.mark.prefect
+VICTIMS = ("flow", "serve", "server")
+LONG_FORM = [
+    pytest.param(victim, seed, marks=pytest.mark.slow) for victim in VICTIMS for seed in (1, 2, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prefect: Prefect, bench: Bench) -> Path:
+    prefect.up()
+    run = bench.folder / "never-killed"
+    done = prefect.deployment_run("--watch", **settings(bench, run, **SLOW))
+    assert done.returncode == 0, done.stdout
+    return run
+
+
+@pytest.fixture
+def killable(prefect: Prefect) -> Iterator[Prefect]:
+    prefect.up()
+    yield prefect
+    prefect.up()
+
+
+def pid_of(victim: str, prefect: Prefect, run: Path) -> int:
+    if victim == "flow":
+        named = re.match(r"pid (\d+) ", (run / ".lock").read_text())
+        assert named
+        return int(named[1])
+    return prefect.pid(prefect.flows if victim == "serve" else prefect.server)
+
+
+@pytest.mark.parametrize(("victim", "seed"), [("flow", 0), *LONG_FORM])
+def test_after_a_kill_the_same_command_gives_the_undisturbed_rows(
+    killable: Prefect, bench: Bench, undisturbed: Path, victim: str, seed: int
+) -> None:
+    prefect, run = killable, bench.folder / f"{victim}-killed-{seed}"
+    given = settings(bench, run, **SLOW)
+    planned = run_status(undisturbed).planned
+    rows = random.Random(f"{victim}{seed}").randint(1, planned * 2 // 3)
+    prefect.deployment_run(**given)
+    done = eventually(lambda: n if (n := rows_done(run)) >= rows else 0, within_s=120)
+    os.kill(pid_of(victim, prefect, run), signal.SIGKILL)
+    print(f"killed the {victim} process (seed {seed}) at row {done} of {planned}, drawn {rows}")
+    assert 0 < done < planned, "between the first and the last row"
+    if victim == "flow":
+        assert manifest_of(run) is None
+
+    prefect.up()
+    again = prefect.deployment_run("--watch", **given)
+    assert again.returncode == 0, again.stdout
+    assert dict(responses(run)) == dict(responses(undisturbed))
+    assert sorted(state_ids(run)) == sorted(state_ids(undisturbed)), "each row once, ids identical"
+    checked = bench.verify(run.name)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
