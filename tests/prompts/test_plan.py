@@ -315,6 +315,9 @@ def test_a_dataset_is_streamed_with_its_columns(
     result = build_plan(mix, renderer=counter, profile=profile, cache=tmp_path / "c")
     assert len(result.rows) == 25
     assert {r.category for r in result.rows} == {"t"}
+    pq.write_table(pa.table({"talk": turns, "topic": ["u"] * 30}), folder / "train.parquet")
+    result = build_plan(mix, renderer=counter, profile=profile, cache=tmp_path / "c")
+    assert {r.category for r in result.rows} == {"u"}, "a changed dataset must be read again"
 
 
 def failure(mix_or_name: Any, tmp_path: Path, error: type[Exception]) -> str:
@@ -417,10 +420,9 @@ def test_a_hub_that_cannot_be_reached_is_told(
     tmp_path: Path, make_mix: MakeMix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "HfApi", lambda: hub.hf_api.HfApi(endpoint="http://127.0.0.1:9"))
     mix = make_mix([{"name": "s", "dataset": "o/d", "count": 9}])
-    assert "no route to host" in failure(mix, tmp_path, PromptDataError)
+    text = failure(mix, tmp_path, PromptDataError)
+    assert "dataset of source 's' cannot be read" in text
+    assert "that the hub can be reached" in text
