@@ -56,11 +56,11 @@ class Bench:
         )  # fmt: skip
 
     def start(self, run: str, *more: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(run, *more), stdout=subprocess.DEVNULL,
-            stderr=open(self.folder / f"{run}.log", "ab"),
-            env=environment(self.folder), start_new_session=True,
-        )  # fmt: skip
+        with open(self.folder / f"{run}.log", "ab") as log:
+            return subprocess.Popen(
+                self.command(run, *more), stdout=subprocess.DEVNULL, stderr=log,
+                env=environment(self.folder), start_new_session=True,
+            )  # fmt: skip
 
     def verify(self, run: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
