@@ -33,6 +33,8 @@ class GroupCommitter:
     def __init__(self, *, max_queued: int = 1024) -> None:
         self._orders: queue.Queue[_Order | None] = queue.Queue(max_queued)
         self._poison: BaseException | None = None
+        self._closed = False
+        self._gate = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
         self._thread.start()
 
@@ -43,12 +45,18 @@ class GroupCommitter:
         promised: that first error is the answer to every later order.
         """
         order = _Order(store, action, Future())
-        self._orders.put(order)
+        with self._gate:  # nothing may follow the end: it would never be carried out
+            if self._closed:
+                raise RuntimeError("the committer is closed")
+            self._orders.put(order)
         return order.future
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._orders.put(None)
+        """Finish what is queued and end the thread. May be repeated."""
+        with self._gate:
+            if not self._closed:
+                self._closed = True
+                self._orders.put(None)
         self._thread.join()
 
     def _run(self) -> None:

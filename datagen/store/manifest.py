@@ -6,6 +6,8 @@ Reading one executes nothing, and no path in it can leave its directory.
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -22,7 +24,7 @@ from datagen.store.atomic import write_json_atomic
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
 from datagen.store.responses import ResponsesReader
-from datagen.store.seal import FileSummary, PartitionSummary, Sha256
+from datagen.store.seal import Count, FileSummary, PartitionSummary, Sha256
 from datagen.strict import StrictModel
 
 VERSION = 1
@@ -33,8 +35,8 @@ BYTES_PER_VALUE = 2
 
 def _inside(path: str) -> str:
     pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or "\\" in path:
-        raise ValueError(f"{path!r} leaves the run directory")
+    if not pure.name or pure.is_absolute() or ".." in pure.parts or "\\" in path:
+        raise ValueError(f"{path!r} is no path inside the run directory")
     return path
 
 
@@ -45,20 +47,20 @@ class ShardEntry(StrictModel):
     """A file of the run: path relative to the manifest, rows, tokens, bytes, sha256."""
 
     path: RelativePath
-    partition: int = Field(ge=0)
-    rows: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    bytes: int = Field(ge=0)
+    partition: Count
+    rows: Count
+    tokens: Count
+    bytes: Count
     sha256: Sha256
 
 
 class SampleCounts(StrictModel):
     """In samples, one per user turn; planned = collected + rejected + pending, checked."""
 
-    planned: int = Field(ge=0)
-    collected: int = Field(ge=0)
-    rejected: dict[str, int]
-    pending: int = Field(ge=0)
+    planned: Count
+    collected: Count
+    rejected: dict[str, Count]
+    pending: Count
 
     @model_validator(mode="after")
     def _nothing_is_lost(self) -> SampleCounts:
@@ -71,11 +73,11 @@ class SampleCounts(StrictModel):
 class SplitEntry(StrictModel):
     """One split: its counts, its files, and the digest of its prompts (sha256 over sorted ids)."""
 
-    prompts: int = Field(ge=0)
+    prompts: Count
     samples: SampleCounts
     prompts_sha256: Sha256
-    tokens_generated: int = Field(ge=0)
-    tokens_captured: int = Field(ge=0)
+    tokens_generated: Count
+    tokens_captured: Count
     responses: list[ShardEntry]
     states: list[ShardEntry]
 
@@ -111,10 +113,10 @@ class Manifest(ManifestHeader):
     created: str
     plan_digest: Sha256
     samples: SampleCounts
-    prompts: int = Field(ge=0)
+    prompts: Count
     splits: dict[str, SplitEntry]
-    stored_bytes: int = Field(ge=0)
-    raw_bytes: int = Field(ge=0)
+    stored_bytes: Count
+    raw_bytes: Count
     token_frequencies: dict[str, int]
     """Supervised token id (as text) -> occurrences in the train split's responses."""
     length_histogram: list[tuple[int, int]]
@@ -155,8 +157,11 @@ class Manifest(ManifestHeader):
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The JSON schema of manifest.json."""
-    return Manifest.model_json_schema()
+    """The JSON schema of manifest.json; `python -m datagen.store.manifest` prints it."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Manifest.model_json_schema(mode="serialization"),
+    }
 
 
 def build_manifest(layout: RunLayout, plan: Plan, header: ManifestHeader) -> Manifest:
@@ -273,3 +278,7 @@ def _added(frequencies: NDArray[np.int64], ids: NDArray[np.int32], path: Path) -
     counted = np.bincount(ids, minlength=len(frequencies))
     counted[: len(frequencies)] += frequencies
     return counted
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(manifest_schema(), indent=2) + "\n")

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from datagen.errors import CorruptFile
+from datagen.errors import ConfigError, CorruptFile
 from datagen.store.arrow_part import open_batches
 from datagen.store.codecs import Encoded, codec_named
 
@@ -228,6 +228,8 @@ class ShardReader:
                 )
             if spec.hidden_size < 1 or not schema.remove_metadata().equals(pa.schema(FIELDS)):
                 raise ValueError("other columns than a shard's")
-        except (KeyError, ValueError) as e:
-            raise CorruptFile(f"no shard: {e!r}", where=self._path) from e
+        except (KeyError, ValueError, ConfigError) as e:
+            raise CorruptFile(
+                f"no shard this can read: {e}", where=self._path, fix="run `datagen verify`"
+            ) from e
         return spec, params

@@ -294,7 +294,7 @@ class PartitionCheck:
             bits_TH = states_TLH[:, layer]
             if ((bits_TH & limit) == limit).any():
                 self._fault(path, row, f"layer {layer} holds NaN or infinity")
-            if not (bits_TH & 0x7FFF).any():
+            elif not (bits_TH & 0x7FFF).any():
                 self._fault(path, row, f"layer {layer} is all zero")
             elif len(bits_TH) > 1 and (bits_TH == bits_TH[:1]).all():
                 self._fault(path, row, f"layer {layer} is the same for every token")

@@ -152,10 +152,10 @@ def prepare_run(root: Path, *, partitions: int = 2, prompts: int = 4) -> tuple[R
 
 
 def collect_partition(layout: RunLayout, plan: Plan, index: int, *, seal: bool = True,
-                      limit: int | None = None) -> None:  # fmt: skip
+                      limit: int | None = None, shard_bytes: int = 4096) -> None:  # fmt: skip
     """Bring the samples of a partition to an outcome; `limit`: stop after so many prompts."""
     digest = Fingerprint.load(layout.fingerprint).digest
-    store = open_store(layout.partition(index).root, digest=digest, shard_bytes=4096)
+    store = open_store(layout.partition(index).root, digest=digest, shard_bytes=shard_bytes)
     numbers = {prompt_id(n): n for n in range(1000)}
     prompts = plan.partition(index)[:limit]
     for prompt in prompts:

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from datagen.errors import StorageFull
+from datagen.store.group_commit import GroupCommitter
+from datagen.store.journal import Kind, read_journal
+from datagen.store.layout import PartitionLayout
+from datagen.store.partition import Outcome, PartitionStore
+from tests.store.rows import collect, open_store, prompt_id, reject
+
+
+def collecting(number: int) -> Callable[[PartitionStore], None]:
+    return partial(collect, number=number)
+
+
+def journaled(root: Path) -> int:
+    return int((read_journal(PartitionLayout(root).journal)["kind"] == Kind.STATES).sum())
+
+
+def test_a_resolved_future_means_the_row_is_on_disk(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    for number in range(5):
+        committer.submit(store, collecting(number)).result(timeout=10)
+        assert journaled(tmp_path) == number + 1
+    committer.close()
+    store.close()
+
+
+def test_rows_that_wait_together_share_one_commit(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    started, gate = threading.Event(), threading.Event()
+
+    def wait(_: PartitionStore) -> None:
+        started.set()
+        gate.wait(10)
+
+    first = committer.submit(store, wait)
+    started.wait(10)
+    waiting = [committer.submit(store, collecting(number)) for number in range(40)]
+    gate.set()
+    for future in [first, *waiting]:
+        future.result(timeout=10)
+    committer.close()
+    store.close()
+    assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == 1
+
+
+def test_many_threads_and_partitions_lose_nothing(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path / str(i), shard_bytes=5000) for i in range(3)]
+    committer = GroupCommitter(max_queued=8)
+    futures: list[Future[None]] = []
+
+    def submit(index: int, numbers: range) -> None:
+        futures.extend(committer.submit(stores[index], collecting(n)) for n in numbers)
+
+    threads = [
+        threading.Thread(target=submit, args=(i, range(k * 10, k * 10 + 10)))
+        for i in range(3)
+        for k in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for future in futures:
+        future.result(timeout=30)
+    for index, store in enumerate(stores):
+        committer.submit(store, lambda s: s.seal(30)).result(timeout=30)
+        committer.submit(store, lambda s: s.close()).result(timeout=30)
+        assert journaled(tmp_path / str(index)) == 30
+    committer.close()
+
+
+def test_the_results_of_actions_come_back(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    committer.submit(store, collecting(0)).result(timeout=10)
+    answer = committer.submit(store, lambda s: s.response(prompt_id(0), 0)).result(timeout=10)
+    assert answer.text.startswith("answer 0.0")
+    committer.close()
+    store.close()
+
+
+def test_a_full_queue_holds_the_submitter_back(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter(max_queued=1)
+    started, gate = threading.Event(), threading.Event()
+
+    def wait(_: PartitionStore) -> None:
+        started.set()
+        gate.wait(10)
+
+    committer.submit(store, wait)
+    started.wait(10)
+    committer.submit(store, collecting(0))
+    passed = threading.Event()
+
+    def submit_one_more() -> None:
+        committer.submit(store, collecting(1))
+        passed.set()
+
+    threading.Thread(target=submit_one_more).start()
+    assert not passed.wait(0.1)
+    gate.set()
+    assert passed.wait(10)
+    committer.close()
+    assert journaled(tmp_path) == 2
+    store.close()
+
+
+def test_a_full_disk_fails_this_row_and_every_later_one_with_the_same_error(
+    small_disk: Path,
+) -> None:
+    root = small_disk / "00000"
+    store, committer = open_store(root), GroupCommitter()
+    committer.submit(store, collecting(0)).result(timeout=10)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(2 << 20))
+    errors = []
+    for number in range(1, 20):
+        error = committer.submit(store, collecting(number)).exception(timeout=10)
+        if error is not None:
+            errors.append(error)
+    filler.unlink()
+    errors.append(committer.submit(store, collecting(50)).exception(timeout=10))
+    assert isinstance(errors[0], StorageFull)
+    assert {id(e) for e in errors} == {id(errors[0])}
+    committer.close()
+    store.close()
+    assert open_store(root).outcome(prompt_id(0), 0) is Outcome.COLLECTED
+
+
+def test_an_action_that_fails_spares_the_rows_committed_with_it(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    started, gate = threading.Event(), threading.Event()
+
+    def wait(_: PartitionStore) -> None:
+        started.set()
+        gate.wait(10)
+
+    committer.submit(store, wait)
+    started.wait(10)
+    good = committer.submit(store, partial(reject, number=0))
+    bad = committer.submit(store, partial(reject, number=0))
+    late = committer.submit(store, collecting(1))
+    gate.set()
+    assert good.result(timeout=10) is None
+    assert isinstance(bad.exception(timeout=10), ValueError)
+    assert late.exception(timeout=10) is bad.exception()
+    committer.close()
+    store.close()
+    assert open_store(tmp_path).counts().rejects == {"over_context": 1}
+
+
+def test_a_cancelled_order_is_not_carried_out(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    started, gate = threading.Event(), threading.Event()
+
+    def wait(_: PartitionStore) -> None:
+        started.set()
+        gate.wait(10)
+
+    committer.submit(store, wait)
+    started.wait(10)
+    assert committer.submit(store, collecting(0)).cancel()
+    gate.set()
+    committer.close()
+    store.close()
+    assert journaled(tmp_path) == 0
+
+
+def test_closing_carries_out_what_is_queued_and_refuses_what_comes_after(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    committer.submit(store, lambda _: time.sleep(0.05))
+    futures = [committer.submit(store, collecting(n)) for n in range(30)]
+    committer.close()
+    committer.close()
+    assert all(f.done() and f.exception() is None for f in futures)
+    with pytest.raises(RuntimeError, match="closed"):
+        committer.submit(store, collecting(99))
+    store.close()
+    assert journaled(tmp_path) == 30
