@@ -123,7 +123,7 @@ def test_a_full_disk_fails_this_row_and_every_later_one_with_the_same_error(
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(bytes(2 << 20))
-    errors = []
+    errors: list[BaseException | None] = []
     for number in range(1, 20):
         error = committer.submit(store, collecting(number)).exception(timeout=10)
         if error is not None:

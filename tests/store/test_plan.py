@@ -7,6 +7,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -37,18 +38,15 @@ def test_rows_come_back_in_order_by_partition(tmp_path: Path) -> None:
 
 def test_the_digest_sees_every_field_and_the_order(tmp_path: Path) -> None:
     path = tmp_path / "plan.arrow"
+    other: dict[str, Any] = {
+        "messages": "[]", "tools": "[]", "thinking": True, "n_turns": 2, "prompt_tokens": 13,
+        "max_new_tokens": 65, "source": "b", "category": "c", "language": None, "licence": "MIT",
+    }  # fmt: skip
     variants = [
         [planned(0), planned(1)],
         [planned(1), planned(0)],
-        *(
-            [replace(planned(0), **{name: value}), planned(1)]
-            for name, value in {
-                "messages": "[]", "tools": "[]", "thinking": True, "n_turns": 2,
-                "prompt_tokens": 13, "max_new_tokens": 65, "source": "b", "category": "c",
-                "language": None, "licence": "MIT",
-            }.items()
-        ),
-    ]  # fmt: skip
+        *([replace(planned(0), **{name: value}), planned(1)] for name, value in other.items()),
+    ]
     digests = [write_plan(path, rows, {}) for rows in variants]
     assert len(set(digests)) == len(variants)
     assert write_plan(path, variants[0], {"note": "metadata is not content"}) == digests[0]
