@@ -41,7 +41,8 @@ def main(parts: list[str]) -> int:
     results = {part: in_process(part) for part in parts or list(PARTS)}
     out = ROOT / "benchmarks" / "results" / f"prompts-{time.strftime('%Y-%m-%d')}.json"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps({"cpus": os.cpu_count(), **results}, indent=2) + "\n")
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    out.write_text(json.dumps({**earlier, "cpus": os.cpu_count(), **results}, indent=2) + "\n")
     return 0 if all(r["passed"] for r in results.values()) else 1
 
 
