@@ -65,26 +65,50 @@ class Prefect:
         given = [f"-p{name}={json.dumps(value)}" for name, value in parameters.items()]
         return self.command("deployment", "run", "datagen/collect", *flags, *given)
 
+    def start(self, **parameters: Any) -> None:
+        """The same through the API, without the seconds that a command line needs to start."""
+        deployment = self.get("/deployments/name/datagen/collect")
+        self.post(
+            f"/deployments/{deployment['id']}/create_flow_run",
+            {"parameters": parameters, "state": {"type": "SCHEDULED"}},
+        )
+
+    def collect(self, **parameters: Any) -> dict[str, Any]:
+        """Start a flow run and wait for its end; returns it."""
+        self.start(**parameters)
+        run = Path(parameters["run"])
+        final = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+        eventually(lambda: self.latest(run)["state_type"] in final, within_s=240)
+        return self.latest(run)
+
+    def latest(self, run: Path) -> dict[str, Any]:
+        """The latest flow run of a run directory."""
+        return self.flow_runs(run)[0]
+
     def get(self, path: str) -> Any:
         return httpx.get(f"{self.server.address}{path}", timeout=30).raise_for_status().json()
 
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer; asked again while SQLite is locked, as Prefect's own client does."""
+
+        def answered() -> httpx.Response | None:
+            answer = httpx.post(f"{self.server.address}{path}", json=body, timeout=30)
+            return None if answer.status_code == 503 else answer
+
+        return eventually(answered).raise_for_status().json()
+
     def find(self, what: str, **filters: Any) -> list[dict[str, Any]]:
         """The objects of a kind, e.g. `task_runs`, that pass the API's filters."""
-        answer = httpx.post(f"{self.server.address}/{what}/filter", json=filters, timeout=30)
-        found: list[dict[str, Any]] = answer.raise_for_status().json()
+        found: list[dict[str, Any]] = self.post(f"/{what}/filter", filters)
         return found
 
     def cancel(self, flow_run: dict[str, Any]) -> None:
         """What the UI's Cancel button sends."""
-        httpx.post(
-            f"{self.server.address}/flow_runs/{flow_run['id']}/set_state",
-            json={"state": {"type": "CANCELLING"}},
-            timeout=30,
-        ).raise_for_status()
+        self.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": {"type": "CANCELLING"}})
 
     def flow_runs(self, run: Path) -> list[dict[str, Any]]:
         """Flow runs of a run directory, the latest first."""
-        runs = self.find("flow_runs", sort="START_TIME_DESC")
+        runs = self.find("flow_runs", sort="EXPECTED_START_TIME_DESC")
         return [r for r in runs if r["parameters"]["run"] == str(run)]
 
     def task_runs(self, flow_run: dict[str, Any]) -> list[dict[str, Any]]:

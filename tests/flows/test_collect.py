@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from datagen.config import collect_config
@@ -57,7 +56,7 @@ def test_a_deployment_run_collects_everything(bench: Bench, finished: Path) -> N
 def test_each_partition_is_one_task_run_named_by_its_index(
     prefect: Prefect, finished: Path
 ) -> None:
-    (flow_run,) = prefect.flow_runs(finished)
+    flow_run = prefect.flow_runs(finished)[-1]
     n = run_status(finished).partitions
     assert n == 7, "six of train, one of heldout"
     expected = [(f"partition-{i:05d}", "COMPLETED") for i in range(n)]
@@ -72,7 +71,7 @@ def test_each_partition_is_one_task_run_named_by_its_index(
 def test_a_flow_run_is_named_by_its_run_and_mix(
     prefect: Prefect, bench: Bench, finished: Path
 ) -> None:
-    (flow_run,) = prefect.flow_runs(finished)
+    flow_run = prefect.flow_runs(finished)[-1]
     assert str(finished) in flow_run["name"]
     assert str(bench.mix) in flow_run["name"]
 
@@ -80,7 +79,7 @@ def test_a_flow_run_is_named_by_its_run_and_mix(
 def test_the_progress_artifact_ends_complete_and_says_everything(
     prefect: Prefect, finished: Path
 ) -> None:
-    (flow_run,) = prefect.flow_runs(finished)
+    flow_run = prefect.flow_runs(finished)[-1]
     progress = prefect.artifacts(flow_run)["collect-progress"]
     assert progress["type"] == "progress"
     assert progress["data"] == 100
@@ -91,7 +90,7 @@ def test_the_progress_artifact_ends_complete_and_says_everything(
 def test_the_table_and_the_summary_tell_what_the_manifest_holds(
     prefect: Prefect, finished: Path
 ) -> None:
-    (flow_run,) = prefect.flow_runs(finished)
+    flow_run = prefect.flow_runs(finished)[-1]
     manifest = manifest_of(finished)
     assert manifest is not None
     artifacts = prefect.artifacts(flow_run)
@@ -108,12 +107,8 @@ def test_the_table_and_the_summary_tell_what_the_manifest_holds(
 
 def test_a_written_manifest_is_an_event_that_names_it(prefect: Prefect, finished: Path) -> None:
     def written() -> list[dict[str, Any]]:
-        answer = httpx.post(
-            f"{prefect.server.address}/events/filter",
-            json={"filter": {"event": {"name": ["datagen.manifest.written"]}}},
-            timeout=30,
-        )
-        found = answer.raise_for_status().json()["events"]
+        name = {"event": {"name": ["datagen.manifest.written"]}}
+        found = prefect.post("/events/filter", {"filter": name})["events"]
         path = str(finished / "manifest.json")
         return [e for e in found if e["payload"]["manifest"] == path]
 
@@ -121,7 +116,7 @@ def test_a_written_manifest_is_an_event_that_names_it(prefect: Prefect, finished
     manifest = manifest_of(finished)
     assert manifest is not None
     assert event["payload"]["samples"] == manifest.samples.collected
-    (flow_run,) = prefect.flow_runs(finished)
+    flow_run = prefect.flow_runs(finished)[-1]
     assert f"prefect.flow-run.{flow_run['id']}" in {
         r["prefect.resource.id"] for r in event["related"]
     }
@@ -132,11 +127,10 @@ def test_the_same_command_again_asks_the_target_nothing(
 ) -> None:
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.name != ".lock"}
     nobody = f"http://127.0.0.1:{free_port()}"
-    done = prefect.deployment_run("--watch", **settings(bench, finished, endpoints=nobody))
-    assert done.returncode == 0, done.stdout
-    assert "nothing to do" in done.stdout
+    again = prefect.collect(**settings(bench, finished, endpoints=nobody))
+    assert again["state_type"] == "COMPLETED", again["state"]["message"]
     assert {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.name != ".lock"} == before
-    assert not prefect.task_runs(prefect.flow_runs(finished)[0])
+    assert not prefect.task_runs(again)
 
 
 def test_other_settings_for_the_same_run_fail_with_one_line(
@@ -146,17 +140,17 @@ def test_other_settings_for_the_same_run_fail_with_one_line(
     assert done.returncode == 1
     assert "settings.seed is 7, was 0" in done.stdout
     assert "Traceback" not in done.stdout
-    state = prefect.flow_runs(finished)[0]["state"]
+    state = prefect.latest(finished)["state"]
     assert state["type"] == "FAILED"
     assert state["message"].startswith("the run holds rows made under other settings")
 
 
 def test_an_unknown_mix_fails_with_one_line(prefect: Prefect, bench: Bench) -> None:
     run = bench.folder / "unknown-mix"
-    done = prefect.deployment_run("--watch", **settings(bench, run, mix="nosuch"))
-    assert done.returncode == 1
-    assert "nosuch" in prefect.flow_runs(run)[0]["state"]["message"]
-    assert "Traceback" not in done.stdout
+    state = prefect.collect(**settings(bench, run, mix="nosuch"))["state"]
+    assert state["type"] == "FAILED"
+    assert "nosuch" in state["message"]
+    assert "\n" not in state["message"]
 
 
 def test_a_target_that_dies_for_good_fails_the_run_with_one_line(
@@ -165,11 +159,11 @@ def test_a_target_that_dies_for_good_fails_the_run_with_one_line(
     run = bench.folder / "target-died"
     with serving(str(bench.checkpoint), tmp_path) as mortal:
         given = settings(bench, run, endpoints=mortal.url, patience_s=1, **SLOW)
-        prefect.deployment_run(**given)
+        prefect.start(**given)
         eventually(lambda: rows_done(run) > 0)
         mortal.kill()
-    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "FAILED")
-    (flow_run,) = prefect.flow_runs(run)
+    eventually(lambda: prefect.latest(run)["state_type"] == "FAILED")
+    flow_run = prefect.latest(run)
     assert mortal.url in flow_run["state"]["message"]
     assert "\n" not in flow_run["state"]["message"]
     assert rows_done(run) > 0
@@ -195,7 +189,7 @@ def test_data_goes_on_while_the_prefect_server_is_dead(
     prefect: Prefect, bench: Bench, finished: Path
 ) -> None:
     run = bench.folder / "server-killed"
-    prefect.deployment_run(**settings(bench, run, **SLOW))
+    prefect.start(**settings(bench, run, **SLOW))
     eventually(lambda: rows_done(run) > 0)
     os.kill(prefect.pid(prefect.server), signal.SIGKILL)
     assert manifest_of(run) is None, "killed in the middle"
@@ -203,7 +197,7 @@ def test_data_goes_on_while_the_prefect_server_is_dead(
     assert manifest.samples.collected == manifest.samples.planned
     prefect.up()
     assert bench.verify("server-killed").returncode == 0
-    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "COMPLETED", within_s=120)
+    eventually(lambda: prefect.latest(run)["state_type"] == "COMPLETED", within_s=120)
 
     before = prefect.pid(prefect.flows)
     prefect.up()
@@ -215,17 +209,17 @@ def test_cancelling_keeps_what_is_done_and_the_next_run_finishes_it(
 ) -> None:
     run = bench.folder / "cancelled"
     given = settings(bench, run, **SLOW)
-    prefect.deployment_run(**given)
+    prefect.start(**given)
     eventually(lambda: rows_done(run) > 0)
-    (flow_run,) = prefect.flow_runs(run)
+    flow_run = prefect.latest(run)
     prefect.cancel(flow_run)
-    eventually(lambda: prefect.flow_runs(run)[0]["state_type"] == "CANCELLED")
+    eventually(lambda: prefect.latest(run)["state_type"] == "CANCELLED")
     kept = collected(run)
     assert manifest_of(run) is None
     assert kept
 
-    done = prefect.deployment_run("--watch", **given)
-    assert done.returncode == 0, done.stdout
+    resumed = prefect.collect(**given)
+    assert resumed["state_type"] == "COMPLETED", resumed["state"]["message"]
     assert kept < collected(run), "nothing was collected twice"
     after = list(state_ids(run))
     assert len(after) == len(dict(after)) == run_status(run).planned

@@ -26,8 +26,8 @@ LONG_FORM = [
 def undisturbed(prefect: Prefect, bench: Bench) -> Path:
     prefect.up()
     run = bench.folder / "never-killed"
-    done = prefect.deployment_run("--watch", **settings(bench, run, **SLOW))
-    assert done.returncode == 0, done.stdout
+    done = prefect.collect(**settings(bench, run, **SLOW))
+    assert done["state_type"] == "COMPLETED", done["state"]["message"]
     return run
 
 
@@ -54,7 +54,7 @@ def test_after_a_kill_the_same_command_gives_the_undisturbed_rows(
     given = settings(bench, run, **SLOW)
     planned = run_status(undisturbed).planned
     rows = random.Random(f"{victim}{seed}").randint(1, planned * 2 // 3)
-    prefect.deployment_run(**given)
+    prefect.start(**given)
     done = eventually(lambda: n if (n := rows_done(run)) >= rows else 0, within_s=120)
     os.kill(pid_of(victim, prefect, run), signal.SIGKILL)
     print(f"killed the {victim} process (seed {seed}) at row {done} of {planned}, drawn {rows}")
@@ -63,8 +63,8 @@ def test_after_a_kill_the_same_command_gives_the_undisturbed_rows(
         assert manifest_of(run) is None
 
     prefect.up()
-    again = prefect.deployment_run("--watch", **given)
-    assert again.returncode == 0, again.stdout
+    again = prefect.collect(**given)
+    assert again["state_type"] == "COMPLETED", again["state"]["message"]
     assert dict(responses(run)) == dict(responses(undisturbed))
     assert sorted(state_ids(run)) == sorted(state_ids(undisturbed)), "each row once, ids identical"
     checked = bench.verify(run.name)
