@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 256
+CHUNK_VALUES = 1 << 16  # values split or joined at a time: the temporaries stay in the L2 cache
 ZSTD = zstandard.ZstdCompressionParameters.from_level(
     1,
     window_log=17,
@@ -64,15 +65,15 @@ class PlaneCodec:
         groups = _groups(width // hidden, layers_per_frame(hidden, width // hidden))
         compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
         sm_TW = np.empty((n, width), dtype=np.uint8)
+        exponents_TW = np.empty((min(n, BLOCK_TOKENS), width), dtype=np.uint8)
         frames: list[bytes] = []
         for start in range(0, n, BLOCK_TOKENS):
             block_TW = rows_TW[start : start + BLOCK_TOKENS]
-            rotated_TW2 = ((block_TW << 1) | (block_TW >> 15)).view(np.uint8)
-            sm_TW[start : start + BLOCK_TOKENS] = rotated_TW2[:, 0::2]
-            exponents_TW = rotated_TW2[:, 1::2] - bias_W
+            size = len(block_TW)
+            _split(block_TW, bias_W, exponents_TW[:size], sm_TW[start : start + size])
             frames += [
                 compressor.compress(
-                    np.ascontiguousarray(exponents_TW[:, a * hidden : b * hidden]).data
+                    np.ascontiguousarray(exponents_TW[:size, a * hidden : b * hidden]).data
                 )
                 for a, b in groups
             ]
@@ -99,34 +100,92 @@ class PlaneCodec:
             raise ValueError(
                 f"{len(sm)} raw bytes and {len(params)} of bias for {n_tokens} x {width}"
             )
-        bias_LH = np.frombuffer(params, dtype=np.uint8).reshape(n_layers, hidden)
-        sm_TLH = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, n_layers, hidden)
+        bias_W = np.frombuffer(params, dtype=np.uint8)
+        sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         start, stop, _ = tokens.indices(n_tokens)
-        out_TLH2 = np.empty((max(0, stop - start), len(layers), hidden, 2), dtype=np.uint8)
+        count = max(0, stop - start)
+        out_TW = np.empty((count, len(layers) * hidden), dtype=np.uint16)
         decompressor = zstandard.ZstdDecompressor()
-        for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS) if stop > start else 0):
+        for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS) if count else 0):
             first = block * BLOCK_TOKENS
             size = min(BLOCK_TOKENS, n_tokens - first)
             low, high = max(start, first), min(stop, first + size)
             for number, (a, b) in enumerate(groups):
-                wanted = [(i, layer) for i, layer in enumerate(layers) if a <= layer < b]
-                if not wanted:
+                runs = _runs(layers, a, b)
+                if not runs:
                     continue
                 frame = exp[block * len(groups) + number]
-                exponents_TGH = _inflate(decompressor, frame, size * (b - a) * hidden).reshape(
-                    size, b - a, hidden
+                exponents_TW = _inflate(decompressor, frame, size * (b - a) * hidden).reshape(
+                    size, (b - a) * hidden
                 )
-                for i, layer in wanted:
-                    target = out_TLH2[low - start : high - start, i]
-                    np.add(
-                        exponents_TGH[low - first : high - first, layer - a],
-                        bias_LH[layer],
-                        out=target[..., 1],
+                for at, layer, length in runs:
+                    source = slice(layer * hidden, (layer + length) * hidden)
+                    inner = slice((layer - a) * hidden, (layer - a + length) * hidden)
+                    _join(
+                        exponents_TW[low - first : high - first, inner],
+                        sm_TW[low:high, source],
+                        bias_W[source],
+                        out_TW[low - start : high - start, at * hidden : (at + length) * hidden],
                     )
-                    target[..., 0] = sm_TLH[low:high, layer]
-        rotated_TLH: NDArray[np.uint16] = out_TLH2.view(np.uint16)[..., 0]
-        rows_TLH: NDArray[np.uint16] = np.bitwise_or(rotated_TLH >> 1, rotated_TLH << 15)
-        return rows_TLH
+        return out_TW.reshape(count, len(layers), hidden)
+
+
+def _runs(layers: Sequence[int], a: int, b: int) -> list[tuple[int, int, int]]:
+    """Neighbours among `layers` that are neighbours in the frame of [a, b): (place, layer, length)."""
+    runs: list[tuple[int, int, int]] = []
+    for place, layer in enumerate(layers):
+        if not a <= layer < b:
+            continue
+        if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((place, layer, 1))
+    return runs
+
+
+def _split(
+    rows_TW: NDArray[np.uint16],
+    bias_W: NDArray[np.uint8],
+    exponents_TW: NDArray[np.uint8],
+    sm_TW: NDArray[np.uint8],
+) -> None:
+    """Fill `exponents_TW` (less the bias) and `sm_TW` from bit patterns."""
+    step = max(1, CHUNK_VALUES // rows_TW.shape[1])
+    one = np.empty((step, rows_TW.shape[1]), dtype=np.uint16)
+    other = np.empty_like(one)
+    for at in range(0, len(rows_TW), step):
+        chunk = rows_TW[at : at + step]
+        a, b = one[: len(chunk)], other[: len(chunk)]
+        np.right_shift(chunk, 7, out=a)
+        exponents = exponents_TW[at : at + step]
+        np.copyto(exponents, a, casting="unsafe")  # the low byte of it: the sign falls off
+        np.subtract(exponents, bias_W, out=exponents)
+        np.left_shift(chunk, 1, out=a)
+        np.right_shift(chunk, 15, out=b)
+        np.bitwise_or(a, b, out=a)
+        np.copyto(sm_TW[at : at + step], a, casting="unsafe")
+
+
+def _join(
+    exponents_TW: NDArray[np.uint8],
+    sm_TW: NDArray[np.uint8],
+    bias_W: NDArray[np.uint8],
+    out_TW: NDArray[np.uint16],
+) -> None:
+    """Fill `out_TW` with bit patterns: the inverse of `_split`."""
+    step = max(1, CHUNK_VALUES // out_TW.shape[1])
+    exponents = np.empty((step, out_TW.shape[1]), dtype=np.uint8)
+    rotated = np.empty((step, out_TW.shape[1]), dtype=np.uint16)
+    for at in range(0, len(out_TW), step):
+        out = out_TW[at : at + step]
+        a, e = rotated[: len(out)], exponents[: len(out)]
+        np.add(exponents_TW[at : at + step], bias_W, out=e)
+        np.copyto(a, e)
+        np.left_shift(a, 8, out=a)
+        np.bitwise_or(a, sm_TW[at : at + step], out=a)
+        np.right_shift(a, 1, out=out)
+        np.left_shift(a, 15, out=a)
+        np.bitwise_or(out, a, out=out)
 
 
 def _inflate(
