@@ -1,9 +1,10 @@
-"""Continuous batching: one thread prefills what waits and decodes what runs, step by step.
+"""Continuous batching: one thread reads what waits and decodes what runs, step by step.
 
-A step is at most one packed prefill and one decode of everything running, so a long queue of new
-requests never starves the running ones, and a finished one makes room at once. In float32 a
-request's tokens do not depend on its neighbours: prefill takes one sequence at a time and decode
-keeps the batch shape fixed.
+A step is at most one pack of prompt pieces and one decode of everything running, so a long prompt or
+a long queue never starves the running requests, and a finished one makes room at once. Captures are
+prompts of which every state is kept; they need no place in the running batch, so they pass requests
+that wait for one. In float32 a request's tokens do not depend on its neighbours: prompts are read one
+at a time, cut at fixed places, and decode keeps the batch shape fixed.
 """
 
 from __future__ import annotations
@@ -11,26 +12,40 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from datagen.embedded.cache import SequenceCache
 from datagen.embedded.capture import SpoolWriter
-from datagen.embedded.model import KVCache, Llama
+from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
 from datagen.embedded.sampling import next_tokens
 
-PREFILL_TOKENS = 1024  # per step: larger packs gain nothing on a CPU and stall running requests
-CACHE_TOKENS = 65536  # slots x capacity: 3 GB for the shipped model
+PIECE_TOKENS = 512  # per step: larger packs gain nothing on a CPU and stall running requests
+CACHE_TOKENS = 65536  # of all running requests, at their longest: 3 GB for the shipped model
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     request: Request
     done: Callable[[Request], None]
+    cache: SequenceCache | None = None
+    n_read: int = 0  # prompt tokens prefilled so far
+    rows: list[torch.Tensor] = field(default_factory=list)  # captured so far, a piece each
+
+    @property
+    def n_next(self) -> int:
+        """Size of the next piece of the prompt."""
+        return min(len(self.request.input_ids) - self.n_read, PIECE_TOKENS)
+
+    @property
+    def most_tokens(self) -> int:
+        """Context and response at their longest."""
+        return len(self.request.input_ids) + self.request.params.max_new_tokens
 
 
 class Engine:
@@ -49,13 +64,12 @@ class Engine:
         self.model, self.tokenizer, self.spool = model, tokenizer, spool
         self.max_running, self.context_length = max_running, context_length
         self._exact = model.dtype == torch.float32
-        self._cache = KVCache(model.config, max_running)
         self._inbox: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
         self._waiting: deque[_Job] = deque()
+        self._reading: list[_Job] = []  # prompts cut in pieces, of which some are read
         self._running: list[_Job] = []
         self._ending = False
         self._on_death = on_death
-        self.tokens_generated = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -78,7 +92,7 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """Requests running, requests queued."""
-        return len(self._running), len(self._waiting)
+        return len(self._running), len(self._waiting) + len(self._reading)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -90,15 +104,12 @@ class Engine:
 
     def _serve(self) -> None:
         while not self._ending:
-            self._receive(block=not self._waiting and not self._running)
-            captures, admitted = self._admit()
-            if captures:
-                self._prefill_captures(captures)
-            if admitted:
-                self._prefill(admitted)
+            self._receive(block=not (self._waiting or self._reading or self._running))
+            if pack := self._next_pack():
+                self._prefill(pack)
             if self._running:
                 self._decode()
-        for job in [*self._running, *self._waiting]:
+        for job in [*self._running, *self._reading, *self._waiting]:
             self._finish(job, {"type": "abort", "message": "The server is shutting down."})
 
     def _receive(self, *, block: bool) -> None:
@@ -117,90 +128,102 @@ class Engine:
                 self._waiting.append(message)
 
     def _drop(self, rid: str) -> None:
-        aborted = {"type": "abort", "message": "Abort in waiting queue"}
-        for job in [j for j in self._waiting if not rid or j.request.rid == rid]:
-            self._waiting.remove(job)
-            self._finish(job, aborted)
-        for slot in reversed(range(len(self._running))):
-            if not rid or self._running[slot].request.rid == rid:
-                self._leave(slot, {"type": "abort", "message": "Abort in running batch"})
+        def named(jobs: Iterable[_Job]) -> list[_Job]:
+            return [j for j in jobs if not rid or j.request.rid == rid]
 
-    def _admit(self) -> tuple[list[_Job], list[_Job]]:
-        """The next prefill: captures and new requests from the head of the queue, up to a budget."""
-        captures: list[_Job] = []
-        admitted: list[_Job] = []
-        tokens = 0
-        while self._waiting:
-            job = self._waiting[0]
-            size = len(job.request.input_ids)
-            if tokens and (self._exact or tokens + size > PREFILL_TOKENS):
+        for queue_, name in ((self._waiting, "waiting queue"), (self._reading, "prefill"),
+                             (self._running, "running batch")):  # fmt: skip
+            for job in named(queue_):
+                queue_.remove(job)
+                self._finish(job, {"type": "abort", "message": f"Abort in {name}"})
+
+    def _next_pack(self) -> list[_Job]:
+        """Whose next piece to read now: started prompts first, then the queue, up to a budget."""
+        pack = list(self._reading)
+        room = PIECE_TOKENS - sum(j.n_next for j in pack)
+        held = [*self._running, *(j for j in self._reading if not j.request.capture)]
+        n_held, tokens_held = len(held), sum(j.most_tokens for j in held)
+        full = False
+        for job in list(self._waiting):
+            if pack and (self._exact or job.n_next > room):
                 break
-            if not job.request.capture and not self._fits(job.request, admitted):
-                break
-            self._waiting.popleft()
-            (captures if job.request.capture else admitted).append(job)
-            tokens += size
-        return captures, admitted
-
-    def _fits(self, request: Request, admitted: list[_Job]) -> bool:
-        count = len(self._running) + len(admitted) + 1
-        if count > self.max_running:
-            return False
-        sizes = [
-            len(j.request.input_ids) + j.request.params.max_new_tokens
-            for j in [*self._running, *admitted]
-        ]
-        mine = min(len(request.input_ids) + request.params.max_new_tokens, self.context_length)
-        return count == 1 or self.max_running * max([mine, *sizes]) <= CACHE_TOKENS
-
-    def _prefill_captures(self, jobs: list[_Job]) -> None:
-        assert self.spool is not None
-        sequences = [j.request.input_ids for j in jobs]
-        out = self.model.prefill(sequences, boundaries=self.spool.boundaries)
-        assert out.rows_NW is not None
-        tokens = self.model.logits(out.last_BH).argmax(-1).tolist()
-        start = 0
-        for job, token in zip(jobs, tokens, strict=True):
-            request, size = job.request, len(job.request.input_ids)
-            if request.params.max_new_tokens == 1:
-                request.capture_note = self.spool.publish(
-                    request.rid, request.input_ids, out.rows_NW[start : start + size]
+            if not job.request.capture:
+                full = full or (
+                    n_held >= self.max_running
+                    or (n_held > 0 and tokens_held + job.most_tokens > CACHE_TOKENS)
                 )
-            else:
-                request.capture_note = {"error": "ValueError: capture needs max_new_tokens: 1"}
-            start += size
-            request.output_ids.append(token)
-            self._finish(job, {"type": "length", "length": 1})
+                if full:
+                    continue
+                n_held, tokens_held = n_held + 1, tokens_held + job.most_tokens
+            self._waiting.remove(job)
+            pack.append(job)
+            room -= job.n_next
+        return pack
 
-    def _prefill(self, jobs: list[_Job]) -> None:
-        slots = [self._cache.add(len(j.request.input_ids)) for j in jobs]
+    def _prefill(self, pack: list[_Job]) -> None:
+        pieces = []
+        for job in pack:
+            piece = job.request.input_ids[job.n_read : job.n_read + job.n_next]
+            if job.cache is None and (
+                not job.request.capture or len(piece) < len(job.request.input_ids)
+            ):
+                job.cache = SequenceCache(self.model.config, len(job.request.input_ids) + 1)
+            pieces.append(piece)
+        keeps_rows = any(j.request.capture for j in pack)
         out = self.model.prefill(
-            [j.request.input_ids for j in jobs], cache=self._cache, slots=slots
+            pieces,
+            caches=[j.cache for j in pack],
+            boundaries=self.spool.boundaries if keeps_rows and self.spool else None,
         )
-        self._running += jobs
-        self._extend(slots, self.model.logits(out.last_BH))
+        start = 0
+        for job, piece in zip(pack, pieces, strict=True):
+            if job.request.capture and out.rows_NW is not None:
+                job.rows.append(out.rows_NW[start : start + len(piece)])
+            start += len(piece)
+            job.n_read += len(piece)
+        ended = [i for i, j in enumerate(pack) if j.n_read == len(j.request.input_ids)]
+        self._reading = [j for j in pack if j.n_read < len(j.request.input_ids)]
+        if not ended:
+            return
+        captures = [pack[i] for i in ended if pack[i].request.capture]
+        for job in captures:
+            self._publish(job)
+        begun = [pack[i] for i in ended]
+        self._running += [j for j in begun if not j.request.capture]
+        self._extend(begun, self.model.logits(out.last_BH[ended]))
+
+    def _publish(self, job: _Job) -> None:
+        request = job.request
+        if self.spool is None or request.params.max_new_tokens != 1:
+            request.capture_note = {"error": "ValueError: capture needs max_new_tokens: 1"}
+            return
+        rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
+        request.capture_note = self.spool.publish(request.rid, request.input_ids, rows_TW)
 
     def _decode(self) -> None:
+        caches = [j.cache for j in self._running if j.cache is not None]
         last = [j.request.output_ids[-1] for j in self._running]
-        logits = self.model.decode(last, self._cache, pad_to=self.max_running if self._exact else 0)
-        self._extend(list(range(len(self._running))), logits)
+        pad_to = self.max_running if self._exact else 0
+        self._extend(list(self._running), self.model.decode(last, caches, pad_to=pad_to))
 
-    def _extend(self, slots: list[int], logits_BV: torch.Tensor) -> None:
-        """Give each slot its next token; the finished ones leave."""
-        requests = [self._running[s].request for s in slots]
+    def _extend(self, jobs: list[_Job], logits_BV: torch.Tensor) -> None:
+        """Give each its next token; the finished ones leave."""
         tokens = next_tokens(
-            logits_BV, [r.params for r in requests], [len(r.output_ids) for r in requests]
+            logits_BV,
+            [j.request.params for j in jobs],
+            [len(j.request.output_ids) for j in jobs],
         )
-        finished: list[tuple[int, dict[str, Any]]] = []
-        for slot, request, token in zip(slots, requests, tokens, strict=True):
-            if request.params.max_new_tokens > 0:
-                request.output_ids.append(token)
-                self.tokens_generated += 1
-            reason = self._reason(request, token)
+        left: set[int] = set()
+        for job, token in zip(jobs, tokens, strict=True):
+            if job.request.params.max_new_tokens > 0:
+                job.request.output_ids.append(token)
+            reason = self._reason(job.request, token)
+            if reason is None and job.request.capture:
+                reason = {"type": "length", "length": len(job.request.output_ids)}
             if reason is not None:
-                finished.append((slot, reason))
-        for slot, reason in reversed(finished):
-            self._leave(slot, reason)
+                left.add(id(job))
+                self._finish(job, reason)
+        self._running = [j for j in self._running if id(j) not in left]
 
     def _reason(self, request: Request, token: int) -> dict[str, Any] | None:
         p, n = request.params, len(request.output_ids)
@@ -214,15 +237,6 @@ class Engine:
         if n >= p.max_new_tokens or len(request.input_ids) + n >= self.context_length:
             return {"type": "length", "length": n}
         return None
-
-    def _leave(self, slot: int, reason: dict[str, Any]) -> None:
-        """Take a request out of the batch; the last one moves into its slot, as in the cache."""
-        job = self._running[slot]
-        last = self._running.pop()
-        if slot < len(self._running):
-            self._running[slot] = last
-        self._cache.remove(slot)
-        self._finish(job, reason)
 
     def _finish(self, job: _Job, reason: dict[str, Any]) -> None:
         job.request.finish = reason

@@ -11,125 +11,20 @@ float32.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
 from torch import Tensor
 
+from datagen.embedded.cache import SequenceCache
+from datagen.embedded.config import LlamaConfig
 from datagen.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Dimensions of a Llama-class model."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_length: int
-    rms_norm_eps: float
-    rope_theta: float
-    eos_token_ids: tuple[int, ...]
-    model_type: str
-    architecture: str
-
-    @classmethod
-    def read(cls, directory: Path) -> LlamaConfig:
-        """From a checkpoint's config.json; raises ConfigError for what this forward cannot run."""
-        path = directory / "config.json"
-        try:
-            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-            if raw["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-                raise ConfigError(
-                    f"model_type {raw['model_type']} with rope {rope or 'default'} is not supported",
-                    where=path,
-                    fix="serve it with SGLang",
-                )
-            eos = raw.get("eos_token_id")
-            heads = int(raw["num_attention_heads"])
-            return cls(
-                hidden_size=int(raw["hidden_size"]),
-                intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(raw["num_key_value_heads"]),
-                head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-                vocab_size=int(raw["vocab_size"]),
-                context_length=int(raw["max_position_embeddings"]),
-                rms_norm_eps=float(raw["rms_norm_eps"]),
-                rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
-                eos_token_ids=tuple(eos)
-                if isinstance(eos, list)
-                else ()
-                if eos is None
-                else (eos,),
-                model_type=str(raw["model_type"]),
-                architecture=str((raw.get("architectures") or ["LlamaForCausalLM"])[0]),
-            )
-        except (OSError, KeyError, TypeError, ValueError) as e:
-            raise ConfigError(f"no Llama checkpoint: {e!r}", where=path) from e
-
-
-class KVCache:
-    """Keys and values of the running sequences: float32 [layers, slots, K, capacity, D].
-
-    Slots 0..n-1 are in use, without holes; capacity grows in steps with the longest sequence.
-    """
-
-    STEP = 256
-
-    def __init__(self, config: LlamaConfig, slots: int) -> None:
-        self._config, self._slots = config, slots
-        self.capacity = 0
-        self.lengths: list[int] = []
-        self.keys = self.values = torch.empty(0)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for sequences of `tokens`; an empty cache shrinks to it."""
-        wanted = -(-tokens // self.STEP) * self.STEP
-        if wanted <= self.capacity and (self.lengths or wanted * 4 > self.capacity):
-            return
-        c, used = self._config, len(self.lengths)
-        shape = (c.num_layers, self._slots, c.num_kv_heads, wanted, c.head_dim)
-        keys, values = torch.zeros(shape), torch.zeros(shape)
-        if used:
-            longest = max(self.lengths)
-            keys[:, :used, :, :longest] = self.keys[:, :used, :, :longest]
-            values[:, :used, :, :longest] = self.values[:, :used, :, :longest]
-        self.keys, self.values, self.capacity = keys, values, wanted
-
-    def add(self, length: int) -> int:
-        """A slot for a sequence of `length` tokens about to be written."""
-        self.reserve(length + 1)
-        self.lengths.append(length)
-        return len(self.lengths) - 1
-
-    @torch.inference_mode()  # the cache may have grown in a forward pass, so in that mode
-    def remove(self, slot: int) -> None:
-        """Free a slot; the last sequence moves into the hole."""
-        last = len(self.lengths) - 1
-        if slot != last:
-            n = self.lengths[last]
-            self.keys[:, slot, :, :n] = self.keys[:, last, :, :n]
-            self.values[:, slot, :, :n] = self.values[:, last, :, :n]
-            self.lengths[slot] = self.lengths[last]
-        self.lengths.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,80 +92,92 @@ class Llama:
     @torch.inference_mode()
     def prefill(
         self,
-        sequences: Sequence[Sequence[int]],
+        pieces: Sequence[Sequence[int]],
         *,
-        cache: KVCache | None = None,
-        slots: Sequence[int] = (),
+        caches: Sequence[SequenceCache | None] | None = None,
         boundaries: Sequence[int] | None = None,
     ) -> Prefilled:
-        """Read whole sequences, packed; fill `slots` of `cache` when given."""
-        lengths = [len(s) for s in sequences]
-        positions_N = torch.cat([torch.arange(n) for n in lengths])
-        x_NH = self._embed_VH[torch.tensor([i for s in sequences for i in s])]
+        """Read the next tokens of several sequences, packed: one product serves them all.
+
+        A piece goes on after what its cache holds, and is added to it; without a cache it is a
+        whole sequence of which nothing is kept.
+        """
+        kept_caches = list(caches) if caches is not None else [None] * len(pieces)
+        lengths = [len(p) for p in pieces]
+        starts = [0 if c is None else c.length for c in kept_caches]
+        for cache, start, n in zip(kept_caches, starts, lengths, strict=True):
+            if cache is not None:
+                cache.reserve(start + n)
+        positions_N = torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+        )
+        x_NH = self._embed_VH[torch.tensor([i for p in pieces for i in p])]
         cos_N1D, sin_N1D = self._rope(positions_N)
         kept: list[Tensor] = []
         for number in range(self.config.num_layers):
             if boundaries is not None and number in boundaries:
                 kept.append(x_NH)
-            q_NKD, k_NKD, v_NKD = self._qkv(number, x_NH, cos_N1D, sin_N1D)
-            outs, start = [], 0
-            for i, n in enumerate(lengths):
-                q, k, v = (t[start : start + n].transpose(0, 1) for t in (q_NKD, k_NKD, v_NKD))
+            q_NKD, kv_NKD = self._qkv(number, x_NH, cos_N1D, sin_N1D)
+            outs_ND = []
+            for q_TKD, kv_TKD, cache in zip(
+                torch.split(q_NKD, lengths), torch.split(kv_NKD, lengths), kept_caches, strict=True
+            ):
+                kv_KLD = kv_TKD.transpose(0, 1).float()
                 if cache is not None:
-                    cache.keys[number, slots[i], :, :n] = k
-                    cache.values[number, slots[i], :, :n] = v
-                outs.append(self._causal(q, k, v))
-                start += n
-            x_NH = self._rest(number, x_NH, torch.cat(outs))
+                    end = cache.length + kv_KLD.shape[1]
+                    cache.layer(number)[:, cache.length : end] = kv_KLD
+                    if cache.length:
+                        kv_KLD = cache.layer(number)[:, :end]
+                outs_ND.append(self._causal(q_TKD, kv_KLD))
+            x_NH = self._rest(number, x_NH, torch.cat(outs_ND))
+        for cache, n in zip(kept_caches, lengths, strict=True):
+            if cache is not None:
+                cache.length += n
         final_NH = self._rms(x_NH, self._norm_H)
         ends = torch.tensor(lengths).cumsum(0) - 1
         rows_NW = None if boundaries is None else torch.cat([*kept, final_NH], dim=-1)
         return Prefilled(final_NH[ends], rows_NW)
 
     @torch.inference_mode()
-    def decode(self, tokens: Sequence[int], cache: KVCache, *, pad_to: int = 0) -> Tensor:
-        """One token for every running sequence: float32 logits [B, V]; the cache grows by one.
+    def decode(
+        self, tokens: Sequence[int], caches: Sequence[SequenceCache], *, pad_to: int = 0
+    ) -> Tensor:
+        """One token for every running sequence: float32 logits [B, V]; each cache grows by one.
 
-        With `pad_to` (a fixed batch) every product has the same shapes whoever else is running,
-        and attention is done sequence by sequence: a sequence's logits then do not depend on its
-        neighbours, bit for bit.
+        Attention is done sequence by sequence. With `pad_to` (a fixed batch) every other product
+        has the same shape whoever is running, so that in float32 a sequence's logits do not depend
+        on its neighbours, bit for bit.
         """
         n = len(tokens)
-        cache.reserve(max(cache.lengths) + 1)
-        lengths = torch.tensor(cache.lengths)
+        for cache in caches:
+            cache.reserve(cache.length + 1)
         rows = max(n, pad_to)
-        ids_B, positions_B = (
-            torch.zeros(rows, dtype=torch.long),
-            torch.zeros(rows, dtype=torch.long),
-        )
-        ids_B[:n], positions_B[:n] = torch.tensor(tokens), lengths
+        ids_B = torch.zeros(rows, dtype=torch.long)
+        positions_B = torch.zeros(rows, dtype=torch.long)
+        ids_B[:n] = torch.tensor(tokens)
+        positions_B[:n] = torch.tensor([c.length for c in caches])
         x_BH = self._embed_VH[ids_B]
         cos_B1D, sin_B1D = self._rope(positions_B)
-        slots, longest = torch.arange(n), max(cache.lengths) + 1
-        mask_B11L = torch.where(torch.arange(longest) <= lengths[:, None], 0.0, float("-inf"))[
-            :, None, None
-        ]
+        slots = [c.next_slots() for c in caches]
+        held = [c.views(c.length + 1) for c in caches]
+        kv_heads, width = self.config.num_kv_heads, self.config.num_heads * self.config.head_dim
+        out_B1KGD = torch.zeros(rows, 1, kv_heads, width // kv_heads // self.config.head_dim,
+                                self.config.head_dim)  # fmt: skip
+        outs_1KGD = out_B1KGD.unbind(0)
         for number in range(self.config.num_layers):
-            q_BKD, k_BKD, v_BKD = self._qkv(number, x_BH, cos_B1D, sin_B1D)
-            keys, values = cache.keys[number], cache.values[number]
-            keys[slots, :, lengths] = k_BKD[:n].float()
-            values[slots, :, lengths] = v_BKD[:n].float()
-            groups = self.config.num_heads // self.config.num_kv_heads
-            q_BKGD = q_BKD[:n].float().view(n, -1, groups, self.config.head_dim)
-            if pad_to:
-                out_BKGD = torch.zeros(rows, *q_BKGD.shape[1:])
-                for i, length in enumerate(cache.lengths):
-                    out_BKGD[i] = F.scaled_dot_product_attention(
-                        q_BKGD[i : i + 1],
-                        keys[i : i + 1, :, : length + 1],
-                        values[i : i + 1, :, : length + 1],
-                    )[0]
-            else:
-                out_BKGD = F.scaled_dot_product_attention(
-                    q_BKGD, keys[:n, :, :longest], values[:n, :, :longest], attn_mask=mask_B11L
+            q_BKD, kv_BKD = self._qkv(number, x_BH, cos_B1D, sin_B1D)
+            q_B1KGD = q_BKD.float().view(out_B1KGD.shape)
+            for i, (q_1KGD, kv_KD) in enumerate(
+                zip(q_B1KGD[:n].unbind(0), kv_BKD[:n].unbind(0), strict=True)
+            ):
+                slots[i][number].copy_(kv_KD)
+                keys, values = held[i]
+                outs_1KGD[i].copy_(
+                    F.scaled_dot_product_attention(q_1KGD, keys[number], values[number])
                 )
-            x_BH = self._rest(number, x_BH, out_BKGD.reshape(rows, -1).to(self.dtype))
-        cache.lengths = [length + 1 for length in cache.lengths]
+            x_BH = self._rest(number, x_BH, out_B1KGD.view(rows, width).to(self.dtype))
+        for cache in caches:
+            cache.length += 1
         return self.logits(self._rms(x_BH, self._norm_H))[:n]
 
     # -- inside --------------------------------------------------------------------------------
@@ -288,28 +195,30 @@ class Llama:
 
     def _qkv(
         self, number: int, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries [N, K*G, D]; rotated keys, then values [N, 2K, D]."""
         c = self.config
         norm_H, qkv_HO = self._layers[number][:2]
         both = self._linear(self._rms(x_NH, norm_H), qkv_HO).view(len(x_NH), -1, c.head_dim)
         rotated = both[:, : c.num_heads + c.num_kv_heads]
         low, high = rotated.chunk(2, dim=-1)
         turned = rotated * cos_N1D + torch.cat([-high, low], dim=-1) * sin_N1D
-        return (
-            turned[:, : c.num_heads],
-            turned[:, c.num_heads :],
-            both[:, c.num_heads + c.num_kv_heads :],
-        )
+        rotated.copy_(turned)
+        return both[:, : c.num_heads], both[:, c.num_heads :]
 
-    def _causal(self, q_KTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Tensor:
+    def _causal(self, q_TKD: Tensor, kv_KLD: Tensor) -> Tensor:
+        """Attention of the last T of L tokens: [T, K*G*D]. `kv_KLD`: keys, then values."""
         groups = self.config.num_heads // self.config.num_kv_heads
-        q, k, v = (
-            q_KTD.float(),
-            k_KTD.float().repeat_interleave(groups, 0),
-            v_KTD.float().repeat_interleave(groups, 0),
-        )
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        return out.transpose(0, 1).reshape(q.shape[1], -1).to(self.dtype)
+        q_KTD = q_TKD.transpose(0, 1).float()
+        keys, values = (t.repeat_interleave(groups, 0) for t in kv_KLD.chunk(2))
+        n, past = q_KTD.shape[1], kv_KLD.shape[1] - q_KTD.shape[1]
+        mask_TL = None
+        if past:
+            mask_TL = torch.full((n, past + n), float("-inf")).triu_(past + 1)
+        out_KTD = F.scaled_dot_product_attention(
+            q_KTD[None], keys[None], values[None], attn_mask=mask_TL, is_causal=not past
+        )[0]
+        return out_KTD.transpose(0, 1).reshape(n, -1).to(self.dtype)
 
     def _rest(self, number: int, x_NH: Tensor, attention_NH: Tensor) -> Tensor:
         o_HO, norm_H, gate_up_HO, down_HO = self._layers[number][2:]

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from datagen.embedded.model import KVCache, LlamaConfig
-from tests.tiny import write_tiny_checkpoint
+from datagen.embedded.cache import STEP, SequenceCache
+from datagen.embedded.config import LlamaConfig
+from tests.tiny import HEADS, HIDDEN, KV_HEADS, LAYERS, write_tiny_checkpoint
 
 
-def test_a_sequence_can_leave_after_the_cache_grew_in_a_forward_pass(
-    tmp_path: Path,
-) -> None:
-    config = LlamaConfig.read(write_tiny_checkpoint(tmp_path / "tiny"))
-    cache = KVCache(config, 4)
-    for length in (KVCache.STEP - 2, 3, 5):
-        cache.add(length)
-    with torch.inference_mode():
-        cache.reserve(KVCache.STEP + 1)
-        cache.keys[:, 2, :, :5] = 7.0
-    cache.remove(0)
-    assert cache.lengths == [5, 3]
-    assert torch.all(cache.keys[:, 0, :, :5] == 7.0)
+def test_growing_keeps_what_is_held(tmp_path: Path) -> None:
+    cache = SequenceCache(LlamaConfig.read(write_tiny_checkpoint(tmp_path / "tiny")), 5)
+    for layer in range(LAYERS):
+        cache.layer(layer)[:, :5] = float(layer)
+    cache.length = 5
+    cache.reserve(STEP + 1)
+    assert cache.capacity == 2 * STEP
+    keys, values = cache.views(5)
+    for layer in range(LAYERS):
+        for held in (keys[layer], values[layer]):
+            assert held.shape == (1, KV_HEADS, 5, HIDDEN // HEADS)
+            assert torch.all(held == float(layer))

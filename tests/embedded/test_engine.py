@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from datagen.capture.spool import read_spool
+from datagen.embedded.cache import SequenceCache
 from datagen.embedded.capture import SpoolWriter
 from datagen.embedded.engine import Engine
-from datagen.embedded.model import KVCache, Llama
+from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
 from datagen.embedded.sampling import SamplingParams, next_tokens, uniform
 from datagen.embedded.weights import ensure_checkpoint
@@ -70,10 +71,10 @@ def test_decode_continues_where_prefill_ended(checkpoint: Path) -> None:
     model = Llama.load(checkpoint, "float32")
     ids = random_ids(30, 1)
     whole = model.logits(model.prefill([ids]).last_BH)
-    cache = KVCache(model.config, 4)
-    model.prefill([ids[:20]], cache=cache, slots=[cache.add(20)])
+    cache = SequenceCache(model.config)
+    model.prefill([ids[:20]], caches=[cache])
     for token in ids[20:]:
-        stepped = model.decode([token], cache)
+        stepped = model.decode([token], [cache])
     torch.testing.assert_close(stepped, whole, rtol=1e-4, atol=1e-3)
 
 
