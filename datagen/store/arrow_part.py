@@ -18,6 +18,7 @@ import pyarrow as pa
 from datagen.errors import CorruptFile
 from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
 from datagen.store.layout import part
+from datagen.store.threads import compute_threads
 
 MAGIC_BYTES = 8
 BUFFER_BYTES = 1 << 20
@@ -52,12 +53,16 @@ class _HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.sha256.update(view)
         self.position += len(view)
         if len(view) >= BUFFER_BYTES:
-            self._drain()
-            write_all(self._fd, view)
+            hashing = compute_threads().submit(self.sha256.update, view)
+            try:
+                self._drain()
+                write_all(self._fd, view)
+            finally:
+                hashing.result()
         else:
+            self.sha256.update(view)
             self._buffer += view
             if len(self._buffer) >= BUFFER_BYTES:
                 self._drain()

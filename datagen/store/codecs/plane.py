@@ -15,6 +15,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from datagen.store.threads import compute_threads
+
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 256
@@ -63,21 +65,23 @@ class PlaneCodec:
         n, width = rows_TW.shape
         bias_W = np.frombuffer(params, dtype=np.uint8)
         groups = _groups(width // hidden, layers_per_frame(hidden, width // hidden))
-        compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
         sm_TW = np.empty((n, width), dtype=np.uint8)
-        exponents_TW = np.empty((min(n, BLOCK_TOKENS), width), dtype=np.uint8)
-        frames: list[bytes] = []
-        for start in range(0, n, BLOCK_TOKENS):
+
+        def frames_of(start: int) -> list[bytes]:
             block_TW = rows_TW[start : start + BLOCK_TOKENS]
-            size = len(block_TW)
-            _split(block_TW, bias_W, exponents_TW[:size], sm_TW[start : start + size])
-            frames += [
+            exponents_TW = np.empty(block_TW.shape, dtype=np.uint8)
+            _split(block_TW, bias_W, exponents_TW, sm_TW[start : start + BLOCK_TOKENS])
+            compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
+            return [
                 compressor.compress(
-                    np.ascontiguousarray(exponents_TW[:size, a * hidden : b * hidden]).data
+                    np.ascontiguousarray(exponents_TW[:, a * hidden : b * hidden]).data
                 )
                 for a, b in groups
             ]
-        return frames, sm_TW.data.cast("B")
+
+        blocks = range(0, n, BLOCK_TOKENS)
+        mapped = compute_threads().map(frames_of, blocks) if len(blocks) > 1 else [frames_of(0)]
+        return [frame for frames in mapped for frame in frames], sm_TW.data.cast("B")
 
     def decode(
         self,
