@@ -218,11 +218,12 @@ class TargetProcess:
                 return
         raise RuntimeError("the target did not start in 90 s")
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """End it; returns the exit status."""
         assert self._process is not None
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
-        self._process.wait(30)
+        return self._process.wait(30)
 
 
 @contextmanager

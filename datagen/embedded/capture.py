@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from datagen.capture.spool import SUFFIX, spool_path, write_spool
+from datagen.errors import ConfigError
 
 log = logging.getLogger(__name__)
 WRITERS, MAX_PENDING, STALE_S = 2, 16, 900.0
@@ -25,9 +26,17 @@ class SpoolWriter:
     def __init__(
         self, directory: Path, *, boundaries: tuple[int, ...], hidden: int, server: str
     ) -> None:
+        """Raises ConfigError when the directory is open to others."""
         self.directory, self.boundaries = directory, boundaries
         self._hidden, self._server = hidden, server
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = directory.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:  # a name others can guess
+            raise ConfigError(
+                "others can write to the spool directory",
+                where=directory,
+                fix="choose another with --spool-dir, or chmod 700 your own",
+            )
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="spool")
         self._room = threading.BoundedSemaphore(MAX_PENDING)
         self._sweep()

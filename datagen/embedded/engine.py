@@ -27,6 +27,7 @@ from datagen.embedded.sampling import next_tokens
 
 PIECE_TOKENS = 512  # per step: larger packs gain nothing on a CPU and stall running requests
 CACHE_TOKENS = 65536  # of all running requests, at their longest: 3 GB for the shipped model
+SHUTTING_DOWN = {"type": "abort", "message": "The server is shutting down."}
 
 
 @dataclass(slots=True, eq=False)
@@ -78,14 +79,18 @@ class Engine:
 
     def submit(self, request: Request, done: Callable[[Request], None]) -> None:
         """Queue a request; `done` gets it back finished."""
-        self._inbox.put(_Job(request, done))
+        job = _Job(request, done)
+        if self._ending:
+            self._finish(job, SHUTTING_DOWN)
+        else:
+            self._inbox.put(job)
 
     def abort(self, rid: str) -> None:
         """Drop a request, wherever it is; an empty `rid` drops all."""
         self._inbox.put(rid)
 
     def stop(self) -> None:
-        """End after the current step; unfinished requests are aborted."""
+        """End after the current step; unfinished and later requests are aborted."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -109,8 +114,9 @@ class Engine:
                 self._prefill(pack)
             if self._running:
                 self._decode()
+        self._receive(block=False)
         for job in [*self._running, *self._reading, *self._waiting]:
-            self._finish(job, {"type": "abort", "message": "The server is shutting down."})
+            self._finish(job, SHUTTING_DOWN)
 
     def _receive(self, *, block: bool) -> None:
         while True:

