@@ -17,7 +17,7 @@ from datagen.collect import CollectJob
 from datagen.config import collect_config
 from datagen.errors import DatagenError
 from flows.logs import flow_logger
-from flows.progress import RunView
+from flows.progress import RunView, rates
 
 
 @flow(name="datagen", flow_run_name="{run}-{mix}-{target}", retries=0, persist_result=False)
@@ -77,6 +77,7 @@ async def datagen(
             async with _updating(view):
                 if not job.complete:
                     await _collect_partitions(job)
+                    log.info("%s", rates(job.snapshot()))
                 manifest = await job.finish()
             await view.finished(manifest)
     except DatagenError as e:

@@ -16,7 +16,8 @@ from prefect.artifacts import (
 )
 from prefect.events import emit_event
 
-from datagen.collect import CollectJob
+from datagen.collect import CollectJob, ProgressSnapshot
+from datagen.collect.progress import format_bytes, format_seconds
 from datagen.store.manifest import Manifest
 from flows.logs import flow_logger
 
@@ -116,6 +117,16 @@ class RunView:
                 flow_logger().warning("the Prefect UI is not updated (data goes on): %r", e)
                 self._complained = True
             return None
+
+
+def rates(now: ProgressSnapshot) -> str:
+    """What this session did, and how fast."""
+    per_s = 1 / max(now.elapsed_s, 1e-9)
+    return (
+        f"in {format_seconds(now.elapsed_s)}: {now.tokens_generated * per_s:,.0f} tok/s generated, "
+        f"{now.tokens_captured * per_s:,.0f} tok/s captured, "
+        f"{format_bytes(now.raw_bytes * per_s)}/s of states"
+    )
 
 
 def summary_markdown(manifest: Manifest, path: str) -> str:
