@@ -167,7 +167,7 @@ def stream(folder: Path) -> Result:
 
 def generate(folder: Path, total: int) -> None:
     """Write `total` rows made of the pool."""
-    word = re.compile(r"\S+")
+    word = re.compile(r"[\u3040-\u9fff]|[^\s\u3040-\u9fff]+")
     made = 0
     repeat = 0
     with zstandard.open(folder / "rows.jsonl.zst", "wb") as sink:
