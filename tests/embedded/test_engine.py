@@ -25,7 +25,7 @@ from tests.tiny import BOUNDARIES, HIDDEN, VOCAB, write_tiny_checkpoint
 TEXTS = [
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nParis.<|im_end|>\n",
     "The sea covers most of the planet, and its depths are colder and darker than most people think. "
-    * 12,
+    * 6,
     "def fibonacci(n: int) -> int:\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
     * 3,
     "Der Fluss ist lang, und das Tal ist weit. Die Leute am Ufer fischen noch am Abend.",
@@ -209,9 +209,12 @@ def test_captured_states_are_those_of_hugging_face(
     theirs = AutoModelForCausalLM.from_pretrained(str(smollm2), dtype=getattr(torch, dtype))
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     batch = [tokenizer.encode(t).ids for t in TEXTS]
-    packs = [batch] if dtype == "bfloat16" else [[ids] for ids in batch]
-    packs.append([tokenizer.encode(LONG).ids])
-    assert len(packs[-1][0]) > 1500
+    packs = [batch]
+    if (
+        dtype == "float32"
+    ):  # benchmarks/embedded.py does long ones in bf16: Hugging Face takes a minute
+        packs = [[ids] for ids in (*batch, tokenizer.encode(LONG).ids)]
+        assert len(packs[-1][0]) > 1500
     cosines: list[torch.Tensor] = []
     within: list[torch.Tensor] = []
     for pack in packs:
