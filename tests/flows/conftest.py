@@ -19,7 +19,8 @@ from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import Manifest
 from datagen.store.plan import Plan
-from flows.services import PROFILE_PORT, Service, all_services, holder, stop, up
+from flows.processes import Service, holder, stop
+from flows.services import PROFILE_PORT, all_services, up
 from tests.collect.harness import Bench
 from tests.tiny import TargetProcess, free_port, serving, write_tiny_checkpoint
 

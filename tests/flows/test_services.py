@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from datagen.errors import ServiceFailed
-from flows import services
-from flows.services import Service, _healthy, holder, start, stop, wait_ready
+from flows import processes
+from flows.processes import Service, holder, is_healthy, start, stop, wait_ready
 from tests.tiny import free_port
 
 ANSWERS = """
@@ -41,7 +42,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def service(*flags: str, name: str = "server", port: int | None = None) -> Service:
         port = port or free_port()
         command = (sys.executable, "-c", ANSWERS, str(port), *flags)
-        made.append(Service(name, tmp_path, command, f"http://127.0.0.1:{port}", _healthy))
+        made.append(Service(name, tmp_path, command, f"http://127.0.0.1:{port}", is_healthy))
         return made[-1]
 
     yield service
@@ -90,30 +91,63 @@ def test_a_killed_service_is_started_again(make: Make) -> None:
     wait_ready(service)
 
 
-def test_a_child_of_a_service_does_not_keep_its_pid_file_alive(make: Make, tmp_path: Path) -> None:
-    parent = (
+@pytest.fixture
+def parent(make: Make) -> tuple[Service, int]:
+    """A running service, and the pid of its child."""
+    code = (
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print(p.pid, flush=True); p.wait()"
     )
     service = replace(
-        make(), command=(sys.executable, "-c", parent), ready=lambda s: bool(s.log.read_text())
+        make(),
+        command=(sys.executable, "-c", code),
+        ready=lambda s: s.log.read_text().endswith("\n"),
     )
     start(service)
     wait_ready(service)
-    orphan = int(service.log.read_text())
+    return service, int(service.log.read_text())
+
+
+def kill(service: Service) -> None:
+    pid = holder(service.pid_file)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone(service)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def is_alive(pid: int) -> bool:
     try:
-        pid = holder(service.pid_file)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        wait_until_gone(service)
-        os.kill(orphan, 0)  # it lives on
-    finally:
-        os.kill(orphan, signal.SIGKILL)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_orphan_of_a_killed_service_does_not_pass_for_it(parent: tuple[Service, int]) -> None:
+    service, child = parent
+    kill(service)
+    assert is_alive(child)
+    assert holder(service.pid_file) is None
+    stop(service)
+
+
+def test_down_ends_the_children_too(parent: tuple[Service, int]) -> None:
+    service, child = parent
+    assert stop(service) is not None
+    assert not is_alive(child)
+
+
+def test_down_ends_the_orphans_of_a_killed_service(parent: tuple[Service, int]) -> None:
+    service, child = parent
+    kill(service)
+    assert stop(service) is None
+    assert not is_alive(child)
 
 
 def test_a_service_that_ignores_term_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "STOP_S", 0.5)
+    monkeypatch.setattr(processes, "STOP_S", 0.5)
     service = make("deaf")
     start(service)
     wait_ready(service)
