@@ -104,6 +104,28 @@ def wait_ready(service: Service) -> None:
         time.sleep(0.1)
 
 
+def ensure(service: Service) -> bool:
+    """Start `service` unless it runs, and wait until it is ready; True when it was started now.
+
+    One that is found in its last moments, just killed, is started again. Raises ServiceFailed.
+    """
+    started = start(service)
+    try:
+        wait_ready(service)
+    except ServiceFailed:
+        if started or holder(service.pid_file) is not None:
+            raise
+        started = start(service)
+        wait_ready(service)
+    return started
+
+
+def orphans_live(service: Service) -> bool:
+    """Whether children of a dead `service` go on without it."""
+    dead = _recorded(service.pid_file)
+    return dead is not None and not _exists(dead) and not _group_ended(dead)
+
+
 def is_healthy(service: Service) -> bool:
     """Whether its /health answers."""
     try:
@@ -134,17 +156,18 @@ def stop(service: Service) -> int | None:
 def _end_group(leader: int) -> None:
     """End what a dead leader left: a flow that cannot reach its Prefect server waits for ever."""
 
-    def ended() -> bool:
-        try:
-            os.killpg(leader, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    if not ended():
+    if not _group_ended(leader):
         os.killpg(leader, signal.SIGTERM)
-        if not _within(ORPHANS_STOP_S, ended):
+        if not _within(ORPHANS_STOP_S, lambda: _group_ended(leader)):
             os.killpg(leader, signal.SIGKILL)
+
+
+def _group_ended(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:

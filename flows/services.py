@@ -10,12 +10,14 @@ import contextlib
 import fcntl
 import json
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from datagen.errors import DatagenError
-from flows.processes import Service, holder, is_healthy, start, stop, wait_ready
+from datagen.errors import DatagenError, ServiceFailed
+from flows.processes import Service, ensure, holder, is_healthy, orphans_live, start, stop
 
 PROFILE_PORT = 30000  # where the smollm2 profile expects its server
 SERVING = "serving datagen/collect"  # printed by flows/serve.py
@@ -47,13 +49,15 @@ def up(server: Service, flows: Service, target: Service | None) -> None:
     for service in filter(None, (server, target)):
         if start(service):
             print(f"starting the {service.name} at {service.address}", flush=True)
-    wait_ready(server)
-    if _outlived(server, flows) and not _runs_in_progress(server):
+    ensure(server)
+    if holder(flows.pid_file) is None:
+        if not orphans_live(flows):
+            _crash_lost_runs(server)
+    elif _outlived(server, flows) and not _unfinished_runs(server):
         stop(flows)
-    start(flows)
-    wait_ready(flows)
+    ensure(flows)
     if target is not None:
-        wait_ready(target)
+        ensure(target)
 
 
 def _outlived(server: Service, flows: Service) -> bool:
@@ -61,23 +65,41 @@ def _outlived(server: Service, flows: Service) -> bool:
 
     Prefect's runner goes on when its server dies, but cancels no run ever after.
     """
-    return holder(flows.pid_file) is not None and (
-        flows.pid_file.stat().st_mtime < server.pid_file.stat().st_mtime
-    )
+    return flows.pid_file.stat().st_mtime < server.pid_file.stat().st_mtime
 
 
-def _runs_in_progress(server: Service) -> bool:
-    states = {"flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}}
-    query = urllib.request.Request(
-        f"{server.address}/flow_runs/count",
-        data=json.dumps(states).encode(),
-        headers={"Content-Type": "application/json"},
+def _crash_lost_runs(server: Service) -> None:
+    """Mark the runs crashed whose process died with the flows process.
+
+    Nobody else reports them for two minutes, and one of them holds the deployment's only slot.
+    """
+    for run in _unfinished_runs(server):
+        message = "its process died: run it again to go on"
+        state = {"type": "CRASHED", "name": "Crashed", "message": message}
+        _post(server, f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        print(f"flow run {run['name']} died with its process: marked crashed", flush=True)
+
+
+def _unfinished_runs(server: Service) -> list[dict[str, Any]]:
+    """Runs in progress that the flows process started; those of a worker have a work pool."""
+    unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
+    found = _post(server, "/flow_runs/filter", {"flow_runs": unfinished})
+    return [run for run in found if run["deployment_id"] and run["work_pool_name"] is None]
+
+
+def _post(server: Service, path: str, body: dict[str, Any]) -> Any:
+    """The answer of Prefect's API, asked again while its database is locked."""
+    url, data = f"{server.address}{path}", json.dumps(body).encode()
+    for wait_s in (0.5, 1, 2, 4, 8):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except OSError:
+            time.sleep(wait_s)
+    raise ServiceFailed(
+        "the Prefect server does not answer", where=url, fix="`make down`, then `make up`"
     )
-    try:
-        with urllib.request.urlopen(query, timeout=10) as answer:
-            return bool(json.load(answer) > 0)
-    except OSError:
-        return True  # a busy server cannot tell: leave everything as it is
 
 
 def main() -> None:

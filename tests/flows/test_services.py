@@ -17,7 +17,16 @@ import pytest
 
 from datagen.errors import ServiceFailed
 from flows import processes
-from flows.processes import Service, holder, is_healthy, start, stop, wait_ready
+from flows.processes import (
+    Service,
+    ensure,
+    holder,
+    is_healthy,
+    orphans_live,
+    start,
+    stop,
+    wait_ready,
+)
 from tests.tiny import free_port
 
 ANSWERS = """
@@ -125,12 +134,35 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def test_a_service_found_in_its_last_moments_is_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make()
+    ensure(service)
+    pid = holder(service.pid_file)
+    assert pid is not None
+
+    def die_as_soon_as_it_was_seen(_: Path, alive: list[bool] = [True]) -> int | None:  # noqa: B006
+        if alive:
+            alive.clear()
+            os.kill(pid, signal.SIGKILL)
+            return pid
+        return real_holder(service.pid_file)
+
+    real_holder = processes.holder
+    monkeypatch.setattr(processes, "holder", die_as_soon_as_it_was_seen)
+    assert ensure(service)
+    assert real_holder(service.pid_file) not in (None, pid)
+
+
 def test_an_orphan_of_a_killed_service_does_not_pass_for_it(parent: tuple[Service, int]) -> None:
     service, child = parent
     kill(service)
     assert is_alive(child)
+    assert orphans_live(service)
     assert holder(service.pid_file) is None
     stop(service)
+    assert not orphans_live(service)
 
 
 def test_down_ends_the_children_too(parent: tuple[Service, int]) -> None:
