@@ -37,9 +37,9 @@ def serve(
     max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 32,
 ) -> None:
     """Serve the embedded target: SGLang's API over a real small model, on this CPU."""
-    # libgomp reads this when torch loads it: threads that spin between kernels stall each other as
-    # soon as anything else, such as the collector, wants a core (30x slower, benchmarks/embedded.py)
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # libgomp reads this when torch loads it. Threads that spin for long between kernels take the core
+    # from the collector; threads that sleep at once cost half the speed of an idle machine.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from datagen.embedded.server import serve as serve_target
 
     serve_target(
