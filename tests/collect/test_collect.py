@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -103,20 +104,29 @@ def test_resume_after_kill_keeps_every_row_once(
     assert bench.verify(run).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
 def test_the_target_may_be_killed_and_started_again(
-    bench: Bench, undisturbed: Path, target: tuple[TargetProcess, Path]
+    bench: Bench, undisturbed: Path, target: tuple[TargetProcess, Path], seed: int
 ) -> None:
-    root = bench.folder / "target-killed"
-    process = bench.start("target-killed")
-    while rows_done(root) < 8:
+    run = f"target-killed-{seed}"
+    root = bench.folder / run
+    planned = len(list(state_ids(undisturbed)))
+    drawn = random.Random(f"target{seed}").randint(1, planned * 2 // 3)
+    process = bench.start(run)
+    while (done := rows_done(root)) < drawn:
         assert process.poll() is None, "the run ended before the target could be killed"
         time.sleep(0.005)
     target[0].kill()
+    print(f"killed the target (seed {seed}) at row {done} of {planned}, drawn {drawn}")
+    assert done < planned, "the kill falls between the first row and the last"
     time.sleep(0.5)
     target[0].start()
     assert process.wait(120) == 0
     assert dict(responses(root)) == dict(responses(undisturbed))
-    assert bench.verify("target-killed").returncode == 0
+    assert sorted(state_ids(root)) == sorted(state_ids(undisturbed))
+    assert bench.verify(run).returncode == 0
 
 
 def test_an_interrupt_drains_and_the_same_command_goes_on(bench: Bench, undisturbed: Path) -> None:
