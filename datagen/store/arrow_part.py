@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +105,10 @@ class ArrowPart:
         return self._sink.position
 
     def append(self, batch: pa.RecordBatch) -> int:
-        """Write one row; returns its end offset."""
+        """Write one batch of rows; returns its end offset."""
         with storage_errors(self.path):
             self._writer.write_batch(batch)
-        self.rows += 1
+        self.rows += batch.num_rows
         return self._sink.position
 
     def sync(self) -> None:
@@ -148,9 +150,27 @@ class Batches:
             raise CorruptFile(
                 f"row {index}: {e}", where=self._path, fix="run `datagen verify`"
             ) from e
-        if batch.num_rows != 1:
-            raise CorruptFile(f"row {index}: a batch of {batch.num_rows} rows", where=self._path)
         return batch
+
+
+class Rows:
+    """The rows of a file whose batches hold any number of rows, by index."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._ends = list(accumulate(batches[i].num_rows for i in range(len(batches))))
+        self._last: tuple[int, pa.RecordBatch] | None = None
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, row: int) -> pa.RecordBatch:
+        """A batch of one row, without a copy; raises CorruptFile naming the file."""
+        number = bisect_right(self._ends, row)
+        if self._last is None or self._last[0] != number:
+            self._last = (number, self._batches[number])
+        start = self._ends[number - 1] if number else 0
+        return self._last[1].slice(row - start, 1)
 
 
 def open_batches(path: Path, *, end: int | None = None) -> Batches:
@@ -192,14 +212,19 @@ def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
         left.unlink(missing_ok=True)
         return None
     batches = open_batches(left, end=end)
-    if len(batches) != rows:
-        raise CorruptFile(
-            f"{len(batches)} rows up to byte {end}, the journal promises {rows}", where=left
-        )
     copy = ArrowPart(path.with_name(path.name + ".recovered"), batches.schema)
     try:
-        for index in range(rows):
-            copy.append(batches[index])
+        for index in range(len(batches)):
+            # the journal may have been cut within the sync that wrote the last batch
+            copy.append(batches[index].slice(0, rows - copy.rows))
+            if copy.rows == rows and index + 1 < len(batches):
+                break
+        if copy.rows != rows or index + 1 < len(batches):
+            raise CorruptFile(
+                f"{copy.rows} rows in {index + 1} of {len(batches)} batches up to byte {end}, "
+                f"the journal promises {rows}",
+                where=left,
+            )
         sealed = copy.seal()
     except BaseException:
         copy.abandon()

@@ -64,6 +64,8 @@ class PartitionStore:
         self._collected: dict[Key, int] = {}
         self._rejected: dict[Key, str] = {}
         self._entries: list[Entry] = []
+        self._said: list[Response] = []
+        """Responses of the next commit: they become one batch, for a batch a row costs 0.3 ms."""
         self._params: bytes | None = None
         self._broken: BaseException | None = None
         self._read: tuple[int, ResponsesReader] | None = None
@@ -170,16 +172,11 @@ class PartitionStore:
         key = (response.prompt_id, response.turn)
         if key in self._responded:
             raise ValueError(f"sample {response.sample_id} has a response already")
-        tokens = len(response.response_ids)
-        with self._sound():
-            row, end = self._responses.append(
-                lambda: responses_format.SCHEMA,
-                lambda _: responses_format.to_batch(response),
-                tokens,
-            )
-        number = self._responses.number
-        self._note(Kind.RESPONSE, key, number, end, tokens, response.attempts)
-        self._responded[key] = (number, row)
+        self._responded[key] = (
+            self._responses.number,
+            self._responses.open_rows + len(self._said),
+        )
+        self._said.append(response)
 
     def add_states(
         self,
@@ -231,7 +228,8 @@ class PartitionStore:
     def commit(self) -> None:
         """Make everything added so far durable: data first, then the journal."""
         with self._sound():
-            if self._entries:
+            if self._entries or self._said:
+                self._flush_responses()
                 self._responses.sync()
                 self._states.sync()
                 self._rejections.sync()
@@ -276,6 +274,24 @@ class PartitionStore:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _flush_responses(self) -> None:
+        """Write the waiting responses; their records go before any other, states being their due."""
+        if not self._said:
+            return
+        said, self._said = self._said, []
+        _, end = self._responses.append(
+            lambda: responses_format.SCHEMA,
+            lambda _: responses_format.to_batch(said),
+            sum(len(r.response_ids) for r in said),
+        )
+        number = self._responses.number
+        self._entries[:0] = [
+            self._entry(
+                Kind.RESPONSE, (r.prompt_id, r.turn), number, end, len(r.response_ids), r.attempts
+            )
+            for r in said
+        ]
+
     @contextlib.contextmanager
     def _sound(self) -> Iterator[None]:
         """A failed write may leave half a row: the first error answers every later call."""
@@ -288,5 +304,10 @@ class PartitionStore:
             raise
 
     def _note(self, kind: Kind, key: Key, file: int, end: int, tokens: int, attempts: int) -> None:
+        self._entries.append(self._entry(kind, key, file, end, tokens, attempts))
+
+    def _entry(
+        self, kind: Kind, key: Key, file: int, end: int, tokens: int, attempts: int
+    ) -> Entry:
         time_ms = int(self._clock() * 1000)
-        self._entries.append(Entry(kind, key[0], key[1], file, end, tokens, attempts, time_ms))
+        return Entry(kind, key[0], key[1], file, end, tokens, attempts, time_ms)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_part import ArrowPart, SealedFile, open_batches, recover, sha256_of
+from datagen.store.arrow_part import ArrowPart, Rows, SealedFile, open_batches, recover, sha256_of
 from datagen.store.layout import part
 from datagen.store.seal import FileSummary
 
@@ -40,7 +40,7 @@ class Series:
                 if sealed is not None:
                     self._sealed[number] = sealed
             if path.exists():
-                found = len(open_batches(path))
+                found = len(Rows(open_batches(path)))
                 if found != rows:
                     raise CorruptFile(f"{found} rows, the journal promises {rows}", where=path)
                 self._rows[number] = rows
@@ -56,7 +56,10 @@ class Series:
         batch: Callable[[pa.Schema], pa.RecordBatch],
         tokens: int,
     ) -> tuple[int, int]:
-        """Write one row, opening a file with `schema` if none is; returns its row and end offset."""
+        """Write one batch, opening a file with `schema` if none is.
+
+        Returns the number of its first row, and its end offset.
+        """
         if self._open is None:
             self._open = ArrowPart(self._path_of(self.number), schema())
         row = self._open.rows
@@ -68,6 +71,11 @@ class Series:
         """Wait until every row is on disk."""
         if self._open is not None:
             self._open.sync()
+
+    @property
+    def open_rows(self) -> int:
+        """Rows in the open file; 0 when none is open."""
+        return self._open.rows if self._open is not None else 0
 
     @property
     def open_bytes(self) -> int:

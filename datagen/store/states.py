@@ -197,6 +197,8 @@ class ShardReader:
         if not 0 <= index < len(self):
             raise IndexError(index)
         batch = self._batches[index]
+        if batch.num_rows != 1:
+            raise self._corrupt(index, f"a batch of {batch.num_rows} rows")
         missing = [c for c in batch.schema.names if batch.column(c).null_count]
         if missing:
             raise self._corrupt(index, f"{missing[0]} is missing")

@@ -208,7 +208,8 @@ class PartitionCheck:
         except CorruptFile as e:
             self._fault(e.where or path, None, e.what)
             return None
-        if len(opened) != promised.rows:
+        torn = not path.exists() and len(opened) > promised.rows  # the journal's last sync was cut
+        if len(opened) != promised.rows and not torn:
             self._fault(path, None, f"{len(opened)} rows, the journal has {promised.rows}")
         return opened
 
@@ -216,7 +217,8 @@ class PartitionCheck:
         path = self._layout.responses(number)
         opened = self._open(ResponsesReader, "responses", path, number)
         tokens = 0
-        for row in range(len(opened) if opened else 0):
+        promised = self._promised["responses"].get(number, _Promised())
+        for row in range(min(len(opened), promised.rows) if opened else 0):
             assert opened is not None
             try:
                 response = opened[row]

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from datagen.store.arrow_part import open_batches
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
-from datagen.store.responses import from_batch
+from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
 from tests.tiny import write_tiny_checkpoint, write_tiny_mix, write_tiny_profile
 
@@ -80,9 +79,7 @@ def responses(root: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     for index in range(Plan.open(layout.plan).n_partitions):
         partition = layout.partition(index)
         for number in partition.numbers("responses"):
-            batches = open_batches(partition.responses(number))
-            for row in range(len(batches)):
-                response = from_batch(batches[row])
+            for response in ResponsesReader(partition.responses(number)):
                 yield response.sample_id, tuple(response.response_ids.tolist())
 
 

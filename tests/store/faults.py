@@ -24,7 +24,7 @@ CALLS = ("open", "write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate"
 COUNT = 6
 REJECTED = (3,)
 SHARD_BYTES = 3000
-to_batch(response(0))  # what pyarrow imports with its first array is then in every fork already
+to_batch([response(0)])  # what pyarrow imports with its first array is then in every fork already
 
 
 class Disk:

@@ -258,7 +258,7 @@ def test_flipped_bytes_give_an_error_or_data_but_never_a_crash(tmp_path: Path, f
     shard = shard_of(tmp_path / "states-000.arrow", [states_like(n, seed=n) for n in (9, 20)])
     file = ArrowPart(tmp_path / "responses-000.arrow", responses.SCHEMA)
     for number in range(2):
-        file.append(responses.to_batch(response(number)))
+        file.append(responses.to_batch([response(number)]))
     answers = file.seal().path
     code = f"""
         import random, resource, sys
