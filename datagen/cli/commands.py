@@ -71,8 +71,17 @@ def collect(
     shard_mib: Annotated[int, typer.Option(help="Size at which a shard is sealed.")] = 256,
     spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
+    max_concurrency: Annotated[int, typer.Option(help="Most rows at an endpoint.")] = 1024,
     attempts: Annotated[int, typer.Option(help="Attempts before a row is rejected.")] = 3,
     patience_s: Annotated[float, typer.Option(help="Wait for a dead server.")] = 300.0,
+    row_timeout_s: Annotated[float, typer.Option(help="Most a row may take.")] = 1800.0,
+    on_length: Annotated[
+        str, typer.Option(help="Answers cut at their limit: keep, reject, or ask longer.")
+    ] = "keep",
+    loop_tokens: Annotated[
+        int, typer.Option(help="Repetition that is no answer; 0: any is.")
+    ] = 256,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0 is off.")] = 0,
     api_key: Annotated[str, typer.Option(envvar="DATAGEN_API_KEY", help="Bearer token.")] = "",
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
@@ -83,7 +92,9 @@ def collect(
         max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
         runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
         shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-        patience_s=patience_s, api_key=api_key,
+        patience_s=patience_s, api_key=api_key, max_concurrency=max_concurrency,
+        row_timeout_s=row_timeout_s, on_length=on_length, loop_tokens=loop_tokens,
+        metrics_port=metrics_port,
     )  # fmt: skip
     import uvloop
 
@@ -171,7 +182,8 @@ async def _watch(job: CollectJob) -> None:
     if err.is_terminal:
         with err.status("collecting") as view:
             while True:
-                view.update(job.snapshot().line())
+                now = job.snapshot()
+                view.update("\n  ".join([now.line(), *now.endpoint_lines()]))
                 await asyncio.sleep(0.5)
     while True:
         await asyncio.sleep(10)

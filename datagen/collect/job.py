@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import Workshop, collect_prompt
+from datagen.collect.descriptors import ensure_descriptors
+from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
+from datagen.collect.metrics import serving_metrics
 from datagen.collect.opening import (
     Notify,
     freeze_plan,
@@ -25,6 +28,9 @@ from datagen.collect.progress import Progress, ProgressSnapshot
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, DatagenError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.rows import Role
+from datagen.fanout.server import ServerSpec
+from datagen.fanout.window import window_limit
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.fingerprint import Fingerprint
@@ -56,6 +62,11 @@ class CollectJob:
     probe_tokens: int = 0
     manifest: Manifest | None = None
     _shop: Workshop | None = None
+    gate: PartitionGate = field(init=False)
+    """Admits partitions: `await gate.admit()` before `collect_partition`, `gate.release()` after."""
+
+    def __post_init__(self) -> None:
+        self.gate = PartitionGate(lambda: self.max_open_partitions)
 
     @classmethod
     @asynccontextmanager
@@ -78,6 +89,7 @@ class CollectJob:
                 job = cls._finished(config, layout, stored, notify)
             else:
                 job = await cls._prepare(config, layout, mix, offline, stored, notify, stack)
+                await stack.enter_async_context(serving_metrics(job, config.metrics_port))
             yield job
 
     @classmethod
@@ -102,7 +114,7 @@ class CollectJob:
         notify: Notify,
         stack: AsyncExitStack,
     ) -> CollectJob:
-        timeouts = Timeouts(row=config.row_timeout_s)
+        timeouts = Timeouts(row=config.dispatch.pace.row_timeout_s)
         clients = [
             await stack.enter_async_context(
                 SGLangClient(url, timeouts=timeouts, api_key=config.api_key)
@@ -112,7 +124,9 @@ class CollectJob:
         servers = [await inspect_server(c, config.profile) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
         probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
-        for client in clients:
+        specs = _server_specs(config, clients, servers)
+        ensure_descriptors(sum(s.limit or 0 for s in specs))
+        for client in (c for c in clients if config.role(c.url) & Role.CAPTURE):
             await prove_capture(client, config.profile, probe_ids)
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
@@ -124,10 +138,7 @@ class CollectJob:
             fingerprint.save(layout.fingerprint)
         else:
             fingerprint.require_same(stored, layout.root)
-        limits = {s.url: s.max_running_requests for s in servers if s.max_running_requests}
-        dispatcher = await stack.enter_async_context(
-            Dispatcher(clients, config.dispatch, server_limits=limits)
-        )
+        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
@@ -198,21 +209,21 @@ class CollectJob:
 
     async def collect_all(self) -> Manifest:
         """Every pending partition, then the manifest."""
-        gate = asyncio.Semaphore(self.max_open_partitions) if not self.complete else None
-
-        async def one(index: int) -> None:
-            assert gate is not None
-            async with gate:
-                await self.collect_partition(index)
-
-        if gate is not None:
+        if not self.complete:
             try:
                 async with asyncio.TaskGroup() as group:
                     for index in self.pending_partitions:
-                        group.create_task(one(index))
+                        await self.gate.admit()
+                        group.create_task(self._collect_admitted(index))
             except BaseExceptionGroup as errors:
                 raise _cause(errors) from None
         return await self.finish()
+
+    async def _collect_admitted(self, index: int) -> None:
+        try:
+            await self.collect_partition(index)
+        finally:
+            self.gate.release()
 
     async def finish(self) -> Manifest:
         """Write the manifest once every partition is sealed."""
@@ -238,9 +249,21 @@ class CollectJob:
             )
         )
 
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """What feeds the servers; None when the run is complete."""
+        return self._shop.dispatcher if self._shop else None
+
     def snapshot(self) -> ProgressSnapshot:
         """Counters now."""
-        return self.progress.snapshot(self._shop.dispatcher.state() if self._shop else [])
+        dispatcher = self.dispatcher
+        if dispatcher is None:
+            return self.progress.snapshot([])
+        return self.progress.snapshot(
+            dispatcher.state(),
+            queue_wait_p50_s=dispatcher.queue_wait.quantile(0.5),
+            loop_lag_p99_s=dispatcher.loop_lag.quantile(0.99),
+        )
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -292,3 +315,21 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
         else:
             leaves.append(error)
     return next((e for e in leaves if isinstance(e, DatagenError)), leaves[0])
+
+
+def _server_specs(
+    config: CollectConfig, clients: list[SGLangClient], servers: list[ServerReport]
+) -> list[ServerSpec]:
+    window = config.dispatch.window
+    return [
+        ServerSpec(
+            client,
+            config.role(client.url),
+            window_limit(
+                window,
+                max_running=report.max_running_requests,
+                graph_batch=report.cuda_graph_max_bs,
+            ),
+        )
+        for client, report in zip(clients, servers, strict=True)
+    ]

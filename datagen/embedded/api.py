@@ -35,6 +35,7 @@ class Server:
         app.router.add_get("/health_generate", self.health_generate)
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self.server_info)
+        app.router.add_get("/metrics", self.metrics)
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, self.model_info)
         app.router.add_post("/generate", self.generate)
@@ -63,6 +64,20 @@ class Server:
         running, queued = self._engine.load
         state = {"num_running_reqs": running, "num_queue_reqs": queued}
         return _json({**self._info, "internal_states": [state]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """SGLang's gauges and counters, as far as the dispatcher reads them."""
+        running, queued = self._engine.load
+        values = {
+            "num_running_reqs": running,
+            "num_queue_reqs": queued,
+            "token_usage": self._engine.token_usage,
+            "prompt_tokens_total": self._engine.prompt_tokens,
+            "generation_tokens_total": self._engine.generated_tokens,
+        }
+        label = f'{{model_name="{self._info["served_model_name"]}"}}'
+        lines = [f"sglang:{name}{label} {value}\n" for name, value in values.items()]
+        return web.Response(text="".join(lines))
 
     async def model_info(self, _: web.Request) -> web.Response:
         """What is served."""

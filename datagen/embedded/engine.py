@@ -70,6 +70,8 @@ class Engine:
         self._reading: list[_Job] = []  # prompts cut in pieces, of which some are read
         self._running: list[_Job] = []
         self._ending = False
+        self.prompt_tokens = self.generated_tokens = 0
+        """Counters since the start, for /metrics."""
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -98,6 +100,11 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Requests running, requests queued."""
         return len(self._running), len(self._waiting) + len(self._reading)
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the cache that what runs may come to fill."""
+        return sum(j.most_tokens for j in list(self._running)) / CACHE_TOKENS
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -187,6 +194,7 @@ class Engine:
                 job.rows.append(out.rows_NW[start : start + len(piece)])
             start += len(piece)
             job.n_read += len(piece)
+            self.prompt_tokens += len(piece)
         ended = [i for i, j in enumerate(pack) if j.n_read == len(j.request.input_ids)]
         self._reading = [j for j in pack if j.n_read < len(j.request.input_ids)]
         if not ended:
@@ -223,6 +231,7 @@ class Engine:
         for job, token in zip(jobs, tokens, strict=True):
             if job.request.params.max_new_tokens > 0:
                 job.request.output_ids.append(token)
+                self.generated_tokens += 1
             reason = self._reason(job.request, token)
             if reason is None and job.request.capture:
                 reason = {"type": "length", "length": len(job.request.output_ids)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from datagen.target.client import Capture, Generation
+from datagen.target.load import ServerLoad
 from datagen.target.profile import Sampling
 
 
@@ -16,6 +17,10 @@ class Endpoint(Protocol):
 
     async def healthy(self) -> bool:
         """True when the server answers now."""
+        ...
+
+    async def load(self) -> ServerLoad | None:
+        """What the server says of its queue; None when it says nothing. Raises RequestFailure."""
         ...
 
     async def generate(

@@ -8,6 +8,7 @@ the radix cache from hiding rows; `finish_reason.type` is `stop`, `length` or `a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,14 @@ from tenacity import (
 )
 
 from datagen.errors import EndpointDown
-from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
+from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
+from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
 
+ABORT_GRACE_S = 2.0
+KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
+IDLE_CLOSE_S = 1.0
+ROW_FAULTS = (400, 408, 413, 422)
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
 
@@ -79,13 +85,14 @@ class SGLangClient:
         self.timeouts = timeouts or Timeouts()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._has_metrics = True
 
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            headers={**self._headers, "Content-Type": "application/json"},
             read_bufsize=READ_BUFFER_BYTES,
-            json_serialize=lambda body: orjson.dumps(body).decode(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect),
         )
         return self
@@ -96,6 +103,8 @@ class SGLangClient:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_GRACE_S)
         if self._session is not None:
             await self._session.close()
 
@@ -105,7 +114,7 @@ class SGLangClient:
         """True when the server answers 200 on /health now; proves nothing about progress."""
         try:
             await self._control("GET", "/health")
-        except (EndpointFailure, CapacityFailure, RowFailure):
+        except (RequestFailure, TimeoutError):
             return False
         return True
 
@@ -124,8 +133,26 @@ class SGLangClient:
         """Ask the server to drop a request that nobody waits for; a dead server is no error."""
         try:
             await self._control("POST", "/abort_request", {"rid": rid})
-        except (EndpointFailure, CapacityFailure, RowFailure):
+        except (RequestFailure, TimeoutError):
             return
+
+    async def load(self) -> ServerLoad | None:
+        """What the server says of its queue, or None when it says nothing. Raises RequestFailure."""
+        if self._has_metrics:
+            try:
+                return load_from_metrics(await self._control("GET", "/metrics"))
+            except (RowFailure, EndpointFailure) as e:
+                if e.reason != "http_404":
+                    raise
+                self._has_metrics = False  # SGLang shows them with --enable-metrics only
+        info = await self._control("GET", "/server_info")
+        return load_from_info(info) if isinstance(info, dict) else None
+
+    def _abandon(self, rid: str) -> None:
+        """Abort a request in the background: its row must not wait for a server that may hang."""
+        task = asyncio.create_task(self.abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _patient(self, path: str, patience_s: float) -> dict[str, Any]:
         try:
@@ -137,7 +164,7 @@ class SGLangClient:
             ):
                 with attempt:
                     answer = await self._control("GET", path)
-        except (EndpointFailure, CapacityFailure, RowFailure) as e:
+        except RequestFailure as e:
             raise EndpointDown(
                 f"no SGLang server answers {path} ({e})",
                 where=self.url,
@@ -244,47 +271,66 @@ class SGLangClient:
             async with asyncio.timeout(self.timeouts.row):
                 answer = await self._request("POST", "/generate", body)
         except TimeoutError as e:
-            await self.abort(rid)
+            self._abandon(rid)
             raise EndpointFailure("row_timeout", f"no answer in {self.timeouts.row:.0f} s") from e
         except asyncio.CancelledError:
-            await asyncio.shield(self.abort(rid))
+            self._abandon(rid)
             raise
         if isinstance(answer, dict) and "meta_info" in answer and "output_ids" in answer:
             return answer
         raise RowFailure("malformed_answer", orjson.dumps(answer)[:200].decode(errors="replace"))
 
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        assert self._session is not None, "use SGLangClient as an async context manager"
-        sent = False
+        """One exchange; asked once more when the server closes an idle connection under it."""
+        began = time.monotonic()
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
-                sent = True
+            return await self._exchange(method, path, body)
+        except EndpointFailure as e:
+            closed = isinstance(e.__cause__, aiohttp.ServerDisconnectedError)
+            if not closed or time.monotonic() - began > IDLE_CLOSE_S:
+                raise
+        try:
+            return await self._exchange(method, path, body)
+        except EndpointFailure as e:  # it was no idle connection: the server died of the first
+            raise EndpointFailure("connection_lost", f"twice, then {e}") from e
+
+    async def _exchange(self, method: str, path: str, body: Any) -> Any:
+        assert self._session is not None, "use SGLangClient as an async context manager"
+        data = None if body is None else orjson.dumps(body)
+        try:
+            async with self._session.request(method, self.url + path, data=data) as response:
                 payload = await response.read()
-                status = response.status
+                status, headers = response.status, response.headers
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
             raise EndpointFailure("unreachable", str(e), in_flight=False) from e
-        except (aiohttp.ClientError, OSError, TimeoutError) as e:
+        except (aiohttp.ClientError, OSError) as e:
             if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
                 raise
-            raise EndpointFailure("connection_lost", f"{type(e).__name__}: {e} sent={sent}") from e
+            raise EndpointFailure("connection_lost", f"{type(e).__name__}: {e}") from e
         if status == 200:
-            if not payload or path == "/health" or path == "/abort_request":
+            if path in ("/health", "/abort_request"):
                 return None
+            if path == "/metrics":
+                return payload.decode(errors="replace")
             try:
                 return orjson.loads(payload)
             except orjson.JSONDecodeError as e:
                 raise RowFailure("bad_json", f"{e}: {payload[:120]!r}") from e
-        detail = _message(payload)
-        if status in (429, 503):
-            raise CapacityFailure(f"http_{status}", detail)
-        if 400 <= status < 500:
-            reason = (
-                "over_context"
-                if "longer than the model's context length" in detail
-                else f"http_{status}"
-            )
-            raise RowFailure(reason, detail, permanent=True)
-        raise EndpointFailure(f"http_{status}", detail)
+        raise _failure(status, _message(payload), headers.get("Retry-After"))
+
+
+def _failure(status: int, detail: str, retry_after: str | None) -> RequestFailure:
+    """What an HTTP error means: for the row (400, 413, 422), for the window, or for the endpoint."""
+    reason = f"http_{status}"
+    if status in (429, 503):
+        wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+        return CapacityFailure(reason, detail, retry_after_s=wait_s)
+    if status in ROW_FAULTS:
+        if "longer than the model's context length" in detail:
+            return RowFailure("over_context", detail, permanent=True)
+        return RowFailure(reason, detail)
+    # anything else (no such route, not authorised, 5xx) says nothing about the row
+    return EndpointFailure(reason, detail, in_flight=status >= 500)
 
 
 def _message(payload: bytes) -> str:

@@ -39,6 +39,7 @@ class ServerReport:
     engine: str
     context_length: int
     max_running_requests: int | None
+    cuda_graph_max_bs: int | None
     arguments: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,7 +63,7 @@ async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport
             fix=f"point --endpoints at a server of {profile.model}, or choose the matching --target",
         )
     context = int(info.get("context_length") or profile.context_length)
-    running = info.get("max_running_requests")
+    running, graphs = info.get("max_running_requests"), info.get("cuda_graph_max_bs")
     return ServerReport(
         url=client.url,
         identity=TargetIdentity(
@@ -74,6 +75,7 @@ async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport
         engine=f"{info.get('engine', 'sglang')} {info.get('version', 'unstated')}",
         context_length=min(context, profile.context_length),
         max_running_requests=int(running) if running else None,
+        cuda_graph_max_bs=int(graphs) if graphs and not info.get("disable_cuda_graph") else None,
         arguments={k: info[k] for k in ARGUMENTS if k in info},
     )
 
