@@ -190,7 +190,7 @@ def _response_of(
         prompt_id=prompt.prompt_id,
         turn=turn,
         context_ids=np.asarray(ids, dtype=np.int32),
-        response_ids=np.asarray(said.output_ids, dtype=np.int32),
+        response_ids=said.output_ids,
         text=said.text,
         finish_reason=said.finish_reason,
         stop_reason_detail=said.matched,

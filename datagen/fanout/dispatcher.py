@@ -46,6 +46,7 @@ class Dispatcher:
         self._flights: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._stopped: BaseException | None = None
+        self._quarantined = False
         self.queue_wait, self.loop_lag = Histogram(), Histogram()
 
     async def __aenter__(self) -> Dispatcher:
@@ -124,7 +125,8 @@ class Dispatcher:
     def _pump(self) -> None:
         """Send rows while a server has room for one."""
         now = self._clock()
-        choose_quarantine(self._servers, self._queue.next_suspect)
+        if self._queue.has_suspects or self._quarantined:
+            self._quarantined = choose_quarantine(self._servers, self._queue.next_suspect)
         while self._queue:
             open_servers = [s for s in self._servers if s.room(now)]
             if not self._send_suspect(open_servers) and not self._send_next(open_servers):

@@ -25,6 +25,11 @@ class RowQueue:
         return len(self._suspects) + sum(map(len, self._heaps.values()))
 
     @property
+    def has_suspects(self) -> bool:
+        """True when rows wait to be tried alone, wanted or not."""
+        return bool(self._suspects)
+
+    @property
     def next_suspect(self) -> Row | None:
         """The row that waits to be tried alone, if any."""
         self._settle(self._suspects)

@@ -91,17 +91,21 @@ class Server:
         }
 
 
-def choose_quarantine(servers: Sequence[Server], suspect: Row | None) -> None:
-    """Have one server take nothing but suspects while there are any, so that each is tried alone."""
+def choose_quarantine(servers: Sequence[Server], suspect: Row | None) -> bool:
+    """Have one server take nothing but suspects while there are any, so that each is tried alone.
+
+    Returns whether one does.
+    """
     held = next((s for s in servers if s.quarantine), None)
     if suspect is None:
         if held is not None and not held.flights:
             held.quarantine = False
-        return
+        return any(s.quarantine for s in servers)
     if held is not None and held.breaker.closed and held.role & suspect.work.role:
-        return
+        return True
     able = [s for s in servers if s.breaker.closed and s.role & suspect.work.role]
     if able:
         if held is not None:
             held.quarantine = False
         min(able, key=lambda s: s.window.in_flight).quarantine = True
+    return True

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile
 from datagen.store.arrow_part import Rows, open_batches
+from datagen.store.columns import id_column, number_column, text_column
 
 FORMAT = "datagen.responses.1"
 SCHEMA = pa.schema(
@@ -81,13 +82,14 @@ def to_batch(responses: Sequence[Response]) -> pa.RecordBatch:
 
 
 def _column(field: pa.Field, responses: Sequence[Response]) -> pa.Array:
+    values = [getattr(r, field.name) for r in responses]
     if field.name in ("context_ids", "response_ids"):
-        ids = [getattr(r, field.name) for r in responses]
-        ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-        return pa.LargeListArray.from_arrays(ends, np.concatenate(ids, dtype=np.int32))
+        return id_column(values)
     if field.name == "text":
-        return pa.array([_arrow_text(r.text) for r in responses], type=field.type)
-    return pa.array([getattr(r, field.name) for r in responses], type=field.type)
+        return text_column(field.type, [_arrow_text(text) for text in values])
+    if pa.types.is_string(field.type):
+        return text_column(field.type, values)
+    return number_column(field.type, values)
 
 
 def _arrow_text(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,17 +32,19 @@ def slow_looped_tail(ids: list[int]) -> int:
 
 @given(IDS)
 def test_the_looped_tail_is_the_longest_repeated_end(ids: list[int]) -> None:
-    assert looped_tail(ids) == slow_looped_tail(ids)
+    assert looped_tail(np.array(ids, dtype=np.int32)) == slow_looped_tail(ids)
 
 
 def test_only_an_empty_or_looping_answer_is_a_fault() -> None:
-    varied = list(range(100, 500))
-    assert fault(varied, [2], 256) is None
-    assert fault([2], [2], 256) == "empty_output"
-    assert fault([], [2], 256) == "empty_output"
-    assert fault([*varied, *[7, 8, 9] * 90, 2], [2], 256) == "repetition_loop"
-    assert fault([*varied, *[7, 8, 9] * 90, 2], [2], 0) is None
-    assert fault([*varied, *[7, 8, 9] * 20, 2], [2], 256) is None, "a table has repetitions too"
+    def found(*ids: int, loop_tokens: int = 256) -> str | None:
+        return fault(np.array(ids, dtype=np.int32), [2], loop_tokens)
+
+    varied = range(100, 500)
+    assert found(*varied) is None
+    assert found(2) == found() == found(2, 2) == "empty_output"
+    assert found(*varied, *[7, 8, 9] * 90, 2) == "repetition_loop"
+    assert found(*varied, *[7, 8, 9] * 90, 2, loop_tokens=0) is None
+    assert found(*varied, *[7, 8, 9] * 20, 2) is None, "a table has repetitions too"
 
 
 def test_a_seed_depends_on_run_row_and_turn_and_on_refused_answers_alone() -> None:
