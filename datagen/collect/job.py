@@ -13,6 +13,7 @@ from typing import Any
 from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import Workshop, collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
+from datagen.collect.encoding import EncodePool
 from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
 from datagen.collect.metrics import serving_metrics
@@ -141,6 +142,8 @@ class CollectJob:
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
+        encoders = EncodePool()
+        stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
         job.probe_tokens = len(probe_ids)
         job._shop = Workshop(
@@ -149,6 +152,7 @@ class CollectJob:
             dispatcher=dispatcher,
             committer=committer,
             commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
             context_length=min(s.context_length for s in servers),

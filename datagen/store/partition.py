@@ -22,13 +22,14 @@ from datagen.store import responses as responses_format
 from datagen.store import states as states_format
 from datagen.store.arrow_part import sha256_of
 from datagen.store.atomic import make_directory
+from datagen.store.codecs import Encoded
 from datagen.store.journal import Entry, Journal, Kind
 from datagen.store.layout import PartitionLayout, part
 from datagen.store.rejections import Rejection, RejectionLog, read_rejections
 from datagen.store.responses import Response, ResponsesReader
 from datagen.store.seal import PartitionSummary as PartitionSummary
 from datagen.store.series import Series
-from datagen.store.states import StatesSpec
+from datagen.store.states import Encoder, StatesSpec
 
 Key = tuple[str, int]
 
@@ -52,7 +53,7 @@ class Counts:
 
 
 class PartitionStore:
-    """Single-threaded; every call belongs to one writer thread."""
+    """Single-threaded: every call belongs to one writer thread, `encode` alone to any."""
 
     def __init__(
         self, layout: PartitionLayout, digest: str, spec: StatesSpec, shard_bytes: int,
@@ -66,7 +67,8 @@ class PartitionStore:
         self._entries: list[Entry] = []
         self._said: list[Response] = []
         """Responses of the next commit: they become one batch, for a batch a row costs 0.3 ms."""
-        self._params: bytes | None = None
+        self.encode = Encoder(spec)
+        """Rows uint16 [n, W] to what `add_states` takes; pure, and the one part for any thread."""
         self._broken: BaseException | None = None
         self._read: tuple[int, ResponsesReader] | None = None
         self._responses, self._states = Series(layout.responses), Series(layout.states)
@@ -184,30 +186,27 @@ class PartitionStore:
         turn: int,
         input_ids: NDArray[np.int32],
         n_context: int,
-        rows: NDArray[np.uint16],
+        states: Encoded | NDArray[np.uint16],
     ) -> None:
-        """Store a sample's states: `rows` uint16 [len(input_ids), (K+1)*H], row i of token i."""
+        """Store a sample's states, row i of token i: what `encode` made of them, or the rows."""
         key = (prompt_id, turn)
         if key in self._collected:
             raise ValueError(f"sample {prompt_id}-{turn} has states already")
-        if rows.shape != (len(input_ids), self._spec.width) or not 0 < n_context < len(input_ids):
-            raise ValueError(f"{rows.shape} rows, context {n_context}, for {len(input_ids)} tokens")
-        spec = self._spec
+        shape = states.shape
+        if shape != (len(input_ids), self._spec.width) or not 0 < n_context < len(input_ids):
+            raise ValueError(f"{shape} rows, context {n_context}, for {len(input_ids)} tokens")
+        encoded = states if isinstance(states, Encoded) else self.encode(states)
 
         def batch(schema: pa.Schema) -> pa.RecordBatch:
-            assert self._params is not None
-            encoded = states_format.encode(spec, self._params, rows)
             return states_format.to_batch(
                 schema, prompt_id=prompt_id, turn=turn, input_ids=input_ids,
                 n_context=n_context, encoded=encoded,
             )  # fmt: skip
 
-        def schema() -> pa.Schema:
-            self._params = states_format.fit(spec, rows)
-            return spec.schema(self._params)
-
         with self._sound():
-            _, end = self._states.append(schema, batch, len(input_ids))
+            _, end = self._states.append(
+                lambda: self._spec.schema(encoded.params), batch, len(input_ids)
+            )
         number = self._states.number
         self._note(Kind.STATES, key, number, end, len(input_ids), 1)
         self._collected[key] = number

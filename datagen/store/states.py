@@ -16,6 +16,7 @@ layers are the boundaries in order, then the final state.
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,25 @@ def fit(spec: StatesSpec, rows_TW: NDArray[np.uint16]) -> bytes:
 
 def encode(spec: StatesSpec, params: bytes, rows_TW: NDArray[np.uint16]) -> Encoded:
     """Encode one sample; pure and thread-safe."""
-    return Encoded(*codec_named(spec.codec).encode(rows_TW, spec.hidden_size, params), params)
+    exp, sm = codec_named(spec.codec).encode(rows_TW, spec.hidden_size, params)
+    return Encoded(exp, sm, params, rows_TW.shape)
+
+
+class Encoder:
+    """Encodes samples from any thread, all with what the codec learnt from the first."""
+
+    def __init__(self, spec: StatesSpec) -> None:
+        self._spec, self._params = spec, b""
+        self._fitted, self._gate = False, threading.Lock()
+
+    def __call__(self, rows_TW: NDArray[np.uint16]) -> Encoded:
+        """One sample, uint16 [n, W]. Raises ValueError on another width."""
+        if rows_TW.ndim != 2 or rows_TW.shape[1] != self._spec.width or not len(rows_TW):
+            raise ValueError(f"{rows_TW.shape} rows of states of width {self._spec.width}")
+        with self._gate:
+            if not self._fitted:
+                self._params, self._fitted = fit(self._spec, rows_TW), True
+        return encode(self._spec, self._params, rows_TW)
 
 
 def to_batch(
@@ -99,7 +118,9 @@ def to_batch(
     n_context: int,
     encoded: Encoded,
 ) -> pa.RecordBatch:
-    """One sample as a record batch."""
+    """One sample as a record batch. ValueError when it was encoded for another shard."""
+    if schema.metadata[b"params"] != base64.b64encode(encoded.params):
+        raise ValueError("the sample was encoded with other parameters than its shard's")
     mask = np.zeros(len(input_ids), dtype=np.int8)
     mask[n_context:] = 1
     offsets = [0, len(input_ids)]

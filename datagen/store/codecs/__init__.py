@@ -28,11 +28,13 @@ class Encoded:
     """One sample, encoded: `exp` frames in the codec's order, `sm` the raw plane.
 
     `params`: the shard parameters it was encoded with; it can only be stored beside the same.
+    `shape`: of the rows, tokens and values a token.
     """
 
     exp: Frames
     sm: bytes | memoryview
     params: bytes
+    shape: tuple[int, ...]
 
     @property
     def n_bytes(self) -> int:
