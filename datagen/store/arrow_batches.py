@@ -33,6 +33,10 @@ class Batches(Protocol):
         """The same with some columns alone; the others are not read, nor decompressed."""
         ...
 
+    def table(self, names: list[str]) -> pa.Table:
+        """Some columns of all batches, validated; the others are not read. Raises CorruptFile."""
+        ...
+
     def body_bytes(self, index: int) -> int:
         """What batch `index` takes in the file."""
         ...
@@ -95,24 +99,39 @@ class _Sealed:
         return self._batch(self._reader, index)
 
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
+        return self._batch(self._narrowed(names), index)
+
+    def table(self, names: list[str]) -> pa.Table:
+        for index in range(len(self)):
+            with _damage_is_corruption(self._where, f"row {index}: "):
+                self._require_sizes(index)
+        with _damage_is_corruption(self._where, ""):
+            table = self._narrowed(names).read_all()
+            table.validate(full=True)
+            return table
+
+    def _narrowed(self, names: list[str]) -> pa.RecordBatchFileReader:
         key = tuple(names)
         if key not in self._narrow:
             self._narrow[key] = self._open(key)
-        return self._batch(self._narrow[key], index)
+        return self._narrow[key]
 
     def body_bytes(self, index: int) -> int:
         return int(self._blocks["body"][index])
 
     def _batch(self, reader: pa.RecordBatchFileReader, index: int) -> pa.RecordBatch:
         with _damage_is_corruption(self._where, f"row {index}: "):
-            offset, metadata, body = (int(v) for v in self._blocks[index].item())
-            read_at = self._file.read_at
-            require_sizes(
-                read_at(metadata - PREFIX_BYTES, offset + PREFIX_BYTES),
-                lambda at, n: memoryview(read_at(n, offset + metadata + at)),
-                body,
-            )
+            self._require_sizes(index)
             return _checked(reader.get_batch(index))
+
+    def _require_sizes(self, index: int) -> None:
+        offset, metadata, body = self._blocks[index].item()
+        read_at = self._file.read_at
+        require_sizes(
+            read_at(metadata - PREFIX_BYTES, offset + PREFIX_BYTES),
+            lambda at, n: memoryview(read_at(n, offset + metadata + at)),
+            body,
+        )
 
 
 class _Growing:
@@ -149,6 +168,11 @@ class _Growing:
 
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self[index].select(names)
+
+    def table(self, names: list[str]) -> pa.Table:
+        batches = [self.columns(index, names) for index in range(len(self))]
+        schema = pa.schema([self.schema.field(name) for name in names])
+        return pa.Table.from_batches(batches, schema.with_metadata(self.schema.metadata))
 
     def body_bytes(self, index: int) -> int:
         return int(self._messages[index].body.size)

@@ -40,6 +40,7 @@ SAMPLE_FIELDS = [
     pa.field("loss_mask", pa.large_list(pa.int8()), nullable=False),
 ]
 SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
+MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
 MAX_HIDDEN, MAX_BOUNDARIES = 1 << 20, 1024  # beyond any model: a larger number is damage
 
 
@@ -146,6 +147,22 @@ class SampleColumns:
     loss_mask: NDArray[np.int8]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """All samples of a shard, one after the other: `input_ids` int32, `loss_mask` int8, both [total].
+
+    `n_tokens` int32 [samples].
+    """
+
+    n_tokens: NDArray[np.int32]
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.int8]
+
+    def supervised_counts(self) -> NDArray[np.int64]:
+        """Occurrences by token id where the mask is 1."""
+        return np.bincount(self.input_ids[self.loss_mask != 0])
+
+
 class ShardReader:
     """Random access to the samples of a shard, sealed or still open (`.part`)."""
 
@@ -158,9 +175,10 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def columns(self, index: int) -> SampleColumns:
+    def columns(self, index: int, *, of: tuple[str, int] | None = None) -> SampleColumns:
         """Ids and mask of sample `index`; the states are not read. Raises CorruptFile."""
-        batch = self._complete(index, self._batches.columns(self._within(index), SAMPLE_COLUMNS))
+        narrow = self._batches.columns(self._within(index), SAMPLE_COLUMNS)
+        batch = self._complete(index, narrow, of)
         try:
             return SampleColumns(
                 sample_id=batch.column("sample_id")[0].as_py(),
@@ -172,19 +190,44 @@ class ShardReader:
         except (pa.ArrowException, ValueError, IndexError) as e:
             raise self._corrupt(index, str(e)) from e
 
+    def token_columns(self) -> TokenColumns:
+        """Ids and masks of all samples at once, states not read: quick. Raises CorruptFile."""
+        names = ["n_tokens", "input_ids", "loss_mask"]
+        table = self._batches.table(names)
+        try:
+            n_tokens, ids, mask = (_joined(table.column(name)) for name in names)
+            lengths = n_tokens.to_numpy()
+            for column in (ids, mask):
+                if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
+                    raise ValueError("ids, masks and counts of tokens differ in length")
+            columns = TokenColumns(lengths, ids.flatten().to_numpy(), mask.flatten().to_numpy())
+            if len(columns.input_ids) and not (
+                0 <= columns.input_ids.min() <= columns.input_ids.max() < MAX_TOKEN_ID
+            ):
+                raise ValueError("a token id is beyond any vocabulary")
+        except (pa.ArrowException, ValueError) as e:
+            raise CorruptFile(str(e), where=self.where, fix="run `datagen verify`") from e
+        return columns
+
     def states(
-        self, index: int, *, tokens: slice = slice(None), layers: Sequence[int] | None = None
+        self,
+        index: int,
+        *,
+        tokens: slice = slice(None),
+        layers: Sequence[int] | None = None,
+        of: tuple[str, int] | None = None,
     ) -> NDArray[np.uint16]:
         """Bit patterns uint16 [tokens, layers, H] of sample `index`; raises CorruptFile.
 
         `tokens`: a slice without a step; `layers`: positions among the boundaries and the final
         state, which is the last. ValueError when they name no token or layer there can be.
+        `of`: the id and the tokens that the row must have.
         """
         spec = self.spec
         wanted = range(spec.n_layers) if layers is None else layers
         if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        batch = self._batch(index)
+        batch = self._batch(index, of)
         try:
             return self._codec.decode(
                 *self._codec.stored(batch),
@@ -198,12 +241,12 @@ class ShardReader:
         except (pa.ArrowException, ValueError, IndexError, TypeError) as e:
             raise self._corrupt(index, str(e)) from e
 
-    def raw_plane(self, index: int) -> NDArray[np.uint8]:
+    def raw_plane(self, index: int, *, of: tuple[str, int] | None = None) -> NDArray[np.uint8]:
         """uint8 [n, bytes a token]: the sign and mantissa plane as its codec keeps it.
 
         A view of the mapped file, not a copy, unless Arrow compressed the shard. Raises CorruptFile.
         """
-        batch = self._batch(index)
+        batch = self._batch(index, of)
         try:
             n_tokens = int(batch.column("n_tokens")[0].as_py())
             plane = np.frombuffer(self._codec.stored(batch)[1], dtype=np.uint8)
@@ -223,21 +266,33 @@ class ShardReader:
             raise IndexError(index)
         return index
 
-    def _batch(self, index: int) -> pa.RecordBatch:
-        return self._complete(index, self._batches[self._within(index)])
+    def _batch(self, index: int, of: tuple[str, int] | None = None) -> pa.RecordBatch:
+        return self._complete(index, self._batches[self._within(index)], of)
 
-    def _complete(self, index: int, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _complete(
+        self, index: int, batch: pa.RecordBatch, of: tuple[str, int] | None = None
+    ) -> pa.RecordBatch:
         if batch.num_rows != 1:
             raise self._corrupt(index, f"a batch of {batch.num_rows} rows")
         missing = [c for c in batch.schema.names if batch.column(c).null_count]
         if missing:
             raise self._corrupt(index, f"{missing[0]} is missing")
+        if of is not None:
+            found = (batch.column("sample_id")[0].as_py(), batch.column("n_tokens")[0].as_py())
+            if found != of:
+                raise self._corrupt(
+                    index,
+                    f"sample {found[0]} of {found[1]} tokens, the journal has {of[0]} of {of[1]}",
+                )
         return batch
 
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self._path)
+
     def _corrupt(self, index: int, what: str) -> CorruptFile:
-        return CorruptFile(
-            f"row {index}: {what}", where=str(self._path), fix="run `datagen verify`"
-        )
+        return CorruptFile(f"row {index}: {what}", where=self.where, fix="run `datagen verify`")
 
     def _parse(self, schema: pa.Schema) -> tuple[StatesSpec, bytes]:
         meta: dict[str, Any] = {
@@ -266,6 +321,14 @@ class ShardReader:
                 raise ValueError("other columns than a shard's")
         except (KeyError, ValueError, ConfigError) as e:
             raise CorruptFile(
-                f"no shard this can read: {e}", where=str(self._path), fix="run `datagen verify`"
+                f"no shard this can read: {e}", where=self.where, fix="run `datagen verify`"
             ) from e
         return spec, params
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    """One array of all chunks. Raises ValueError when a cell is missing."""
+    if column.null_count:
+        raise ValueError("a cell is missing")
+    joined = column.combine_chunks()
+    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
