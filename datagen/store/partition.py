@@ -57,7 +57,7 @@ class PartitionStore:
 
     def __init__(
         self, layout: PartitionLayout, digest: str, spec: StatesSpec, shard_bytes: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float], encoder: Encoder | None,
     ) -> None:  # fmt: skip
         self._layout, self._digest, self._spec = layout, digest, spec
         self._shard_bytes, self._clock, self._opened_at = shard_bytes, clock, clock()
@@ -65,9 +65,10 @@ class PartitionStore:
         self._collected: dict[Key, int] = {}
         self._rejected: dict[Key, str] = {}
         self._entries: list[Entry] = []
+        self._params = b""
         self._said: list[Response] = []
         """Responses of the next commit: they become one batch, for a batch a row costs 0.3 ms."""
-        self.encode = Encoder(spec)
+        self.encode = encoder or Encoder(spec)
         """Rows uint16 [n, W] to what `add_states` takes; pure, and the one part for any thread."""
         self._broken: BaseException | None = None
         self._read: tuple[int, ResponsesReader] | None = None
@@ -92,10 +93,14 @@ class PartitionStore:
         spec: StatesSpec,
         shard_bytes: int,
         clock: Callable[[], float] = time.time,
+        encoder: Encoder | None = None,
     ) -> PartitionStore:
-        """Open or create, recovering what a killed writer left. Raises CorruptFile, StorageFull."""
+        """Open or create, recovering what a killed writer left. Raises CorruptFile, StorageFull.
+
+        `encoder`: shared by the partitions of a run, or the store's own.
+        """
         make_directory(layout.root)
-        return cls(layout, fingerprint_digest, spec, shard_bytes, clock)
+        return cls(layout, fingerprint_digest, spec, shard_bytes, clock, encoder)
 
     def _replay(self, records: NDArray[np.void]) -> None:
         """Outcomes from the journal, and the files brought to what it says."""
@@ -196,6 +201,14 @@ class PartitionStore:
         if shape != (len(input_ids), self._spec.width) or not 0 < n_context < len(input_ids):
             raise ValueError(f"{shape} rows, context {n_context}, for {len(input_ids)} tokens")
         encoded = states if isinstance(states, Encoded) else self.encode(states)
+        if self._states.open_rows and encoded.params != self._params:
+            if encoded.params == self.encode.params:
+                self.commit()
+                with self._sound():
+                    self._states.roll()  # a shard has one set of parameters: these are the better
+            else:
+                encoded = self.encode.again(encoded, self._params)
+        self._params = encoded.params
 
         def batch(schema: pa.Schema) -> pa.RecordBatch:
             return states_format.to_batch(

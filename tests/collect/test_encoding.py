@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from datagen.collect.encoding import QUEUED_PER_THREAD, EncodePool
 from datagen.collect.job import CollectJob
 from datagen.config import MIB, collect_config
+from datagen.store.layout import PartitionLayout
 from datagen.store.partition import PartitionStore
-from datagen.store.states import Encoder, ShardReader, StatesSpec, encode, fit
+from datagen.store.states import Encoder, ShardReader, StatesSpec, encode, fit, to_batch
 from datagen.store.verify import verify_run
 from tests.collect.harness import Bench
 from tests.store.rows import (
+    DIGEST,
     collect,
     ids_of,
     open_store,
@@ -98,16 +100,52 @@ async def test_samples_encoded_at_once_are_stored_as_if_one_after_the_other(tmp_
     with_reader.close()
 
 
-def test_a_sample_encoded_for_another_shard_is_refused(tmp_path: Path) -> None:
+SPEC = StatesSpec((1, 3, 4), "post", "BF16", 16, "plane")
+
+
+def test_a_sample_encoded_for_another_shard_is_encoded_again(tmp_path: Path) -> None:
     store: PartitionStore = open_store(tmp_path)
     collect(store, 0)
-    other = StatesSpec((1, 3, 4), "post", "BF16", 16, "plane")
     answer = response(1)
     rows = states_of(answer)
-    foreign = encode(other, fit(other, rows ^ 0x1000), rows)
-    with pytest.raises(ValueError, match="other parameters"):
-        store.add_states(prompt_id(1), 0, ids_of(answer), 3, foreign)
+    foreign = encode(SPEC, fit(SPEC, rows ^ 0x1000), rows)
+    store.add_response(answer)
+    store.add_states(prompt_id(1), 0, ids_of(answer), 3, foreign)
+    store.seal(2)
     store.close()
+    shard = ShardReader(tmp_path / "states-000.arrow")
+    assert np.array_equal(shard.states(1).reshape(rows.shape), rows)
+    with pytest.raises(ValueError, match="other parameters"):
+        to_batch(
+            SPEC.schema(fit(SPEC, rows)), prompt_id=prompt_id(1), turn=0, n_context=3,
+            input_ids=ids_of(answer), encoded=foreign,
+        )  # fmt: skip
+
+
+async def test_better_parameters_begin_a_new_shard_and_stragglers_are_encoded_again(
+    tmp_path: Path,
+) -> None:
+    encoder = Encoder(SPEC, refit_after=4)
+    store = PartitionStore.open(
+        PartitionLayout(tmp_path), fingerprint_digest=DIGEST, spec=SPEC, shard_bytes=1 << 30,
+        encoder=encoder,
+    )  # fmt: skip
+    answers = [response(n) for n in range(10)]
+    encoded = [store.encode(states_of(a) ^ (n << 7)) for n, a in enumerate(answers)]
+    assert [e.params == encoder.params for e in encoded] == [False] * 3 + [True] * 7
+    order = [0, 1, 4, 2, 5, 3, 6, 7, 8, 9]  # 2 and 3 come after their better
+    for n in order:
+        store.add_response(answers[n])
+        store.add_states(
+            answers[n].prompt_id, 0, ids_of(answers[n]), len(answers[n].context_ids), encoded[n]
+        )
+    store.seal(10)
+    store.close()
+    shards = [ShardReader(tmp_path / f"states-{i:03d}.arrow") for i in range(2)]
+    assert [len(s) for s in shards] == [2, 8]
+    stored = [s.states(row).reshape(-1, SPEC.width) for s in shards for row in range(len(s))]
+    for n, states in zip(order, stored, strict=True):
+        assert np.array_equal(states, states_of(answers[n]) ^ (n << 7))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ Frame = bytes | memoryview
 
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
-FIT_TOKENS = 256
+FIT_TOKENS = 512
 CHUNK_VALUES = 1 << 16  # values split or joined at a time: the temporaries stay in the L2 cache
 ZSTD = zstandard.ZstdCompressionParameters.from_level(
     1,
