@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from datagen.errors import ConfigError
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.rows import Role
+from datagen.store.codecs import DEFAULT, REGISTRY
 from datagen.strict import StrictModel, parse
 from datagen.target.profile import Profile, SplitSampling, load_profile
 
@@ -18,6 +19,12 @@ OnLength = Literal["keep", "reject", "longer"]
 """What becomes of an answer cut at max_new_tokens: kept as it is, rejected, or asked for once more with
 twice the room."""
 ROLES = {"generate": Role.GENERATE, "capture": Role.CAPTURE}
+
+
+def _registered(codec: str) -> str:
+    if codec not in REGISTRY:
+        raise ValueError(f"unknown codec '{codec}', use one of {', '.join(REGISTRY)}")
+    return codec
 
 
 class CollectConfig(StrictModel):
@@ -33,7 +40,7 @@ class CollectConfig(StrictModel):
     max_new_tokens: int = Field(ge=1)
     sampling: SplitSampling
     seed: int = Field(default=0, ge=0)
-    codec: Literal["plane"] = "plane"
+    codec: Annotated[str, AfterValidator(_registered)] = DEFAULT
     tokenizer: str | None = None
     partition_prompts: int = Field(default=25, ge=1, le=65536)
     shard_mib: int = Field(default=256, ge=1)
@@ -84,7 +91,7 @@ def collect_config(
     max_new_tokens: int = 0,
     temperature: float = -1.0,
     seed: int = 0,
-    codec: str = "plane",
+    codec: str = DEFAULT,
     runs_dir: str = "runs",
     tokenizer: str = "",
     partition_prompts: int = 25,

@@ -64,7 +64,7 @@ def collect(
     max_new_tokens: Annotated[int, typer.Option(help="Per response; 0 is the profile's.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the train split; -1: profile's.")] = -1.0,
     seed: Annotated[int, typer.Option(help="Run seed: sampling seeds derive from it.")] = 0,
-    codec: Annotated[str, typer.Option(help="How states are stored.")] = "plane",
+    codec: Annotated[str, typer.Option(help="plane, ipc-zstd or mantissa-4 (lossy).")] = "plane",
     runs_dir: RunsDir = "runs",
     tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
     partition_prompts: Annotated[int, typer.Option(help="Prompts in a partition.")] = 25,

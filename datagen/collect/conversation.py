@@ -20,6 +20,7 @@ import numpy as np
 from datagen.capture.spool import SpoolFile, discard
 from datagen.collect.answers import fault
 from datagen.collect.budget import ByteBudget
+from datagen.collect.encoding import EncodePool
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
 from datagen.fanout.dispatcher import Dispatcher
@@ -48,6 +49,7 @@ class Workshop:
     dispatcher: Dispatcher
     committer: GroupCommitter
     commits: asyncio.Semaphore
+    encoders: EncodePool
     budget: ByteBudget
     progress: Progress
     context_length: int
@@ -230,6 +232,7 @@ async def _capture(
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
+        encoded = await shop.encoders.encode(store, rows_of(spooled))
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -237,7 +240,7 @@ async def _capture(
                 response.turn,
                 np.asarray(ids, dtype=np.int32),
                 len(response.context_ids),
-                rows_of(spooled),
+                encoded,
             ),
         )
         discard(capture.path)

@@ -13,6 +13,7 @@ from typing import Any
 from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import Workshop, collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
+from datagen.collect.encoding import EncodePool
 from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
 from datagen.collect.metrics import serving_metrics
@@ -23,6 +24,7 @@ from datagen.collect.opening import (
     manifest_header,
     open_plan,
     run_yaml,
+    states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
 from datagen.config import MIB, CollectConfig
@@ -40,11 +42,12 @@ from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
-from datagen.store.states import StatesSpec
+from datagen.store.states import Encoder
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import ServerReport, inspect_server, prove_capture
 
 MAX_QUEUED_COMMITS = 512
+REFIT_SAMPLES = 8
 PROBE = "Write three sentences about the sea, then count to ten."
 
 
@@ -62,6 +65,7 @@ class CollectJob:
     probe_tokens: int = 0
     manifest: Manifest | None = None
     _shop: Workshop | None = None
+    _encoder: Encoder | None = None
     gate: PartitionGate = field(init=False)
     """Admits partitions: `await gate.admit()` before `collect_partition`, `gate.release()` after."""
 
@@ -141,14 +145,18 @@ class CollectJob:
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
+        encoders = EncodePool()
+        stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
         job.probe_tokens = len(probe_ids)
+        job._encoder = Encoder(states_spec(config), refit_after=REFIT_SAMPLES)
         job._shop = Workshop(
             config=config,
             renderer=renderer,
             dispatcher=dispatcher,
             committer=committer,
             commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
             context_length=min(s.context_length for s in servers),
@@ -273,19 +281,12 @@ class CollectJob:
         return self._shop
 
     def _open_store(self, index: int) -> PartitionStore:
-        profile = self.config.profile
-        spec = StatesSpec(
-            boundaries=profile.boundaries,
-            final_norm=profile.final_norm,
-            dtype=profile.capture_dtype,
-            hidden_size=profile.hidden_size,
-            codec=self.config.codec,
-        )
         return PartitionStore.open(
             self.layout.partition(index),
             fingerprint_digest=self.fingerprint.digest,
-            spec=spec,
+            spec=states_spec(self.config),
             shard_bytes=self.config.shard_mib * MIB,
+            encoder=self._encoder,
         )
 
     def _count_sealed(self) -> None:

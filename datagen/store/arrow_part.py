@@ -9,21 +9,24 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
+from datagen.store.arrow_batches import Rows as Rows
+from datagen.store.arrow_batches import open_batches as open_batches
 from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
 from datagen.store.layout import part
 from datagen.store.threads import compute_threads
 
-MAGIC_BYTES = 8
 BUFFER_BYTES = 1 << 20
+COMPRESSION = (
+    "ipc_compression"  # schema metadata: what Arrow compresses the buffers with, if anything
+)
+LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class ArrowPart:
         self.path, self.schema, self.rows = path, schema, 0
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
-            self._writer = pa.ipc.new_file(self._sink, schema)
+            self._writer = pa.ipc.new_file(self._sink, schema, options=_options(schema))
             fsync_dir(path.parent)
 
     @property
@@ -131,74 +134,10 @@ class ArrowPart:
         self._sink.close()
 
 
-class Batches:
-    """The record batches of a file, by index."""
-
-    def __init__(self, path: Path, schema: pa.Schema, source: Any, count: int) -> None:
-        self._path, self.schema, self._source, self._count = path, schema, source, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> pa.RecordBatch:
-        """Batch `index`, validated; raises CorruptFile naming file and row."""
-        try:
-            source = self._source
-            batch = source[index] if isinstance(source, list) else source.get_batch(index)
-            batch.validate(full=True)
-        except (pa.ArrowException, OSError, ValueError) as e:
-            raise CorruptFile(
-                f"row {index}: {e}", where=self._path, fix="run `datagen verify`"
-            ) from e
-        return batch
-
-
-class Rows:
-    """The rows of a file whose batches hold any number of rows, by index."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._ends = list(accumulate(batches[i].num_rows for i in range(len(batches))))
-        self._last: tuple[int, pa.RecordBatch] | None = None
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, row: int) -> pa.RecordBatch:
-        """A batch of one row, without a copy; raises CorruptFile naming the file."""
-        number = bisect_right(self._ends, row)
-        if self._last is None or self._last[0] != number:
-            self._last = (number, self._batches[number])
-        start = self._ends[number - 1] if number else 0
-        return self._last[1].slice(row - start, 1)
-
-
-def open_batches(path: Path, *, end: int | None = None) -> Batches:
-    """A sealed file, or with `end` the batches of a `.part` up to that offset.
-
-    Raises CorruptFile. Mapped, not read.
-    """
-    try:
-        mapped = pa.memory_map(str(path))
-        if end is None:
-            reader = pa.ipc.open_file(mapped)
-            return Batches(path, reader.schema, reader, reader.num_record_batches)
-        if end <= MAGIC_BYTES:
-            raise CorruptFile(f"the journal promises rows up to byte {end}", where=path)
-        whole = mapped.read_buffer()
-        if whole.size < end:
-            raise CorruptFile(
-                f"{whole.size} bytes, the journal promises {end}",
-                where=path,
-                fix="restore the file, or collect into a new run",
-            )
-        stream = pa.ipc.open_stream(whole.slice(MAGIC_BYTES, end - MAGIC_BYTES))
-        batches = list(stream)
-        return Batches(path, stream.schema, batches, len(batches))
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise CorruptFile(
-            f"no Arrow file can be read: {e}", where=path, fix="run `datagen verify`"
-        ) from e
+def _options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+    name = (schema.metadata or {}).get(COMPRESSION.encode())
+    codec = pa.Codec(name.decode(), LEVEL) if name else None
+    return pa.ipc.IpcWriteOptions(compression=codec)
 
 
 def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, FingerprintMismatch
 from datagen.store.atomic import fsync_dir, storage_errors, write_all
+from datagen.store.files import Location
 
 MAGIC, VERSION, SIZE = b"DGJRNL\x00\x01", 1, 64
 RECORD = np.dtype(
@@ -91,7 +92,7 @@ def _packed(entry: Entry, *, opens_sync: bool) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def _valid_prefix(raw: bytes, path: Path) -> NDArray[np.void]:
+def _valid_prefix(raw: bytes, path: str) -> NDArray[np.void]:
     """The records up to a torn tail. Raises CorruptFile when the fault is not in the last sync."""
     records = np.frombuffer(raw, dtype=RECORD, count=len(raw) // SIZE)
     view, crc32 = memoryview(raw), zlib.crc32
@@ -122,6 +123,12 @@ def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return np.zeros(0, dtype=RECORD)
+    return parse_journal(raw, path, digest)
+
+
+def parse_journal(raw: bytes, where: Location, digest: str | None = None) -> NDArray[np.void]:
+    """The valid records of a journal's content; `where` names it in errors, as of `read_journal`."""
+    path = str(where)
     if len(raw) < SIZE or raw == bytes(SIZE):
         return np.zeros(0, dtype=RECORD)  # killed while the header was written: no row was promised
     body, (crc,) = raw[:60], struct.unpack_from("<I", raw, 60)

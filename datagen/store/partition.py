@@ -22,13 +22,14 @@ from datagen.store import responses as responses_format
 from datagen.store import states as states_format
 from datagen.store.arrow_part import sha256_of
 from datagen.store.atomic import make_directory
+from datagen.store.codecs import Encoded
 from datagen.store.journal import Entry, Journal, Kind
 from datagen.store.layout import PartitionLayout, part
 from datagen.store.rejections import Rejection, RejectionLog, read_rejections
 from datagen.store.responses import Response, ResponsesReader
 from datagen.store.seal import PartitionSummary as PartitionSummary
 from datagen.store.series import Series
-from datagen.store.states import StatesSpec
+from datagen.store.states import Encoder, StatesSpec
 
 Key = tuple[str, int]
 
@@ -52,11 +53,11 @@ class Counts:
 
 
 class PartitionStore:
-    """Single-threaded; every call belongs to one writer thread."""
+    """Single-threaded: every call belongs to one writer thread, `encode` alone to any."""
 
     def __init__(
         self, layout: PartitionLayout, digest: str, spec: StatesSpec, shard_bytes: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float], encoder: Encoder | None,
     ) -> None:  # fmt: skip
         self._layout, self._digest, self._spec = layout, digest, spec
         self._shard_bytes, self._clock, self._opened_at = shard_bytes, clock, clock()
@@ -64,9 +65,11 @@ class PartitionStore:
         self._collected: dict[Key, int] = {}
         self._rejected: dict[Key, str] = {}
         self._entries: list[Entry] = []
+        self._params = b""
         self._said: list[Response] = []
         """Responses of the next commit: they become one batch, for a batch a row costs 0.3 ms."""
-        self._params: bytes | None = None
+        self.encode = encoder or Encoder(spec)
+        """Rows uint16 [n, W] to what `add_states` takes; pure, and the one part for any thread."""
         self._broken: BaseException | None = None
         self._read: tuple[int, ResponsesReader] | None = None
         self._responses, self._states = Series(layout.responses), Series(layout.states)
@@ -90,10 +93,14 @@ class PartitionStore:
         spec: StatesSpec,
         shard_bytes: int,
         clock: Callable[[], float] = time.time,
+        encoder: Encoder | None = None,
     ) -> PartitionStore:
-        """Open or create, recovering what a killed writer left. Raises CorruptFile, StorageFull."""
+        """Open or create, recovering what a killed writer left. Raises CorruptFile, StorageFull.
+
+        `encoder`: shared by the partitions of a run, or the store's own.
+        """
         make_directory(layout.root)
-        return cls(layout, fingerprint_digest, spec, shard_bytes, clock)
+        return cls(layout, fingerprint_digest, spec, shard_bytes, clock, encoder)
 
     def _replay(self, records: NDArray[np.void]) -> None:
         """Outcomes from the journal, and the files brought to what it says."""
@@ -184,30 +191,35 @@ class PartitionStore:
         turn: int,
         input_ids: NDArray[np.int32],
         n_context: int,
-        rows: NDArray[np.uint16],
+        states: Encoded | NDArray[np.uint16],
     ) -> None:
-        """Store a sample's states: `rows` uint16 [len(input_ids), (K+1)*H], row i of token i."""
+        """Store a sample's states, row i of token i: what `encode` made of them, or the rows."""
         key = (prompt_id, turn)
         if key in self._collected:
             raise ValueError(f"sample {prompt_id}-{turn} has states already")
-        if rows.shape != (len(input_ids), self._spec.width) or not 0 < n_context < len(input_ids):
-            raise ValueError(f"{rows.shape} rows, context {n_context}, for {len(input_ids)} tokens")
-        spec = self._spec
+        shape = states.shape
+        if shape != (len(input_ids), self._spec.width) or not 0 < n_context < len(input_ids):
+            raise ValueError(f"{shape} rows, context {n_context}, for {len(input_ids)} tokens")
+        encoded = states if isinstance(states, Encoded) else self.encode(states)
+        if self._states.open_rows and encoded.params != self._params:
+            if encoded.params == self.encode.params:
+                self.commit()
+                with self._sound():
+                    self._states.roll()  # a shard has one set of parameters: these are the better
+            else:
+                encoded = self.encode.again(encoded, self._params)
+        self._params = encoded.params
 
         def batch(schema: pa.Schema) -> pa.RecordBatch:
-            assert self._params is not None
-            encoded = states_format.encode(spec, self._params, rows)
             return states_format.to_batch(
                 schema, prompt_id=prompt_id, turn=turn, input_ids=input_ids,
                 n_context=n_context, encoded=encoded,
             )  # fmt: skip
 
-        def schema() -> pa.Schema:
-            self._params = states_format.fit(spec, rows)
-            return spec.schema(self._params)
-
         with self._sound():
-            _, end = self._states.append(schema, batch, len(input_ids))
+            _, end = self._states.append(
+                lambda: self._spec.schema(encoded.params), batch, len(input_ids)
+            )
         number = self._states.number
         self._note(Kind.STATES, key, number, end, len(input_ids), 1)
         self._collected[key] = number
