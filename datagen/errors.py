@@ -58,6 +58,10 @@ class CaptureUnproven(DatagenError):
     """The hidden states a server hands over are not what the drafter will be fed."""
 
 
+class StatesFaulty(DatagenError):
+    """So many captures are refused that the engine, not the rows, must be at fault."""
+
+
 class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
 

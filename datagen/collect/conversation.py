@@ -21,15 +21,18 @@ from datagen.capture.spool import SpoolFile, discard
 from datagen.collect.budget import ByteBudget
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
+from datagen.errors import StatesFaulty
 from datagen.fanout.dispatcher import Answered, Dispatcher, Priority, Rejected
 from datagen.fanout.endpoint import Endpoint
 from datagen.prompts.turns import context_messages, split_turns
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards, examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
 from datagen.target.capture import rows_of, take_capture
 from datagen.target.client import Capture, Generation
+from datagen.target.failures import RowFailure
 from datagen.target.tokens import Renderer
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class Workshop:
     commits: asyncio.Semaphore
     budget: ByteBudget
     progress: Progress
+    guards: Guards
     context_length: int
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
@@ -158,15 +162,30 @@ def _response_of(
 async def _capture(
     shop: Workshop, store: PartitionStore, prompt: PlannedPrompt, response: Response
 ) -> None:
-    """Prefill context and response, and store the states of every token."""
-    profile = shop.config.profile
+    """Prefill context and response, and store the states of every token.
+
+    States that a guard refuses are asked for again, as after any failure of a row.
+    """
+    profile, guards, loop = shop.config.profile, shop.guards, asyncio.get_running_loop()
+    refused = None
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
 
     async def prefill(endpoint: Endpoint) -> tuple[Capture, SpoolFile]:
+        nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
         capture = await endpoint.capture(ids, rid=rid)
-        return capture, await take_capture(capture, ids, rid, profile)
+        spooled = await take_capture(capture, ids, rid, profile)
+        found = await loop.run_in_executor(None, examine, rows_of(spooled), len(ids), guards.spec)
+        try:
+            refused = guards.judge(found, endpoint.url, first=refused is None)
+        except StatesFaulty:
+            discard(capture.path)
+            raise
+        if refused is not None:
+            discard(capture.path)
+            raise RowFailure(refused.reason, refused.detail)
+        return capture, spooled
 
     async with shop.budget.hold(n_bytes):
         try:

@@ -20,6 +20,7 @@ from datagen.collect.opening import (
     manifest_header,
     open_plan,
     run_yaml,
+    states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
 from datagen.config import MIB, CollectConfig
@@ -29,12 +30,12 @@ from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards
 from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
-from datagen.store.states import StatesSpec
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import ServerReport, inspect_server, prove_capture
 
@@ -140,6 +141,7 @@ class CollectJob:
             commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
+            guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),
             context_length=min(s.context_length for s in servers),
         )
         job._count_sealed()
@@ -250,18 +252,10 @@ class CollectJob:
         return self._shop
 
     def _open_store(self, index: int) -> PartitionStore:
-        profile = self.config.profile
-        spec = StatesSpec(
-            boundaries=profile.boundaries,
-            final_norm=profile.final_norm,
-            dtype=profile.capture_dtype,
-            hidden_size=profile.hidden_size,
-            codec=self.config.codec,
-        )
         return PartitionStore.open(
             self.layout.partition(index),
             fingerprint_digest=self.fingerprint.digest,
-            spec=spec,
+            spec=states_spec(self.config),
             shard_bytes=self.config.shard_mib * MIB,
         )
 

@@ -19,6 +19,7 @@ from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import ManifestHeader, StatesEntry
 from datagen.store.plan import Plan, write_plan
+from datagen.store.states import StatesSpec
 from datagen.target.client import SGLangClient
 from datagen.target.preflight import ServerReport
 from datagen.target.tokens import Renderer, TemplateRenderer
@@ -80,6 +81,18 @@ def run_yaml(config: CollectConfig) -> bytes:
     """The settings as given, for people; secrets left out."""
     plain = config.model_dump(mode="json", exclude={"api_key"})
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+
+
+def states_spec(config: CollectConfig) -> StatesSpec:
+    """What a row of states is in this run."""
+    profile = config.profile
+    return StatesSpec(
+        boundaries=profile.boundaries,
+        final_norm=profile.final_norm,
+        dtype=profile.capture_dtype,
+        hidden_size=profile.hidden_size,
+        codec=config.codec,
+    )
 
 
 def manifest_header(
