@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from datagen.cli.app import app, err, out
+from datagen.cli.app import app, err, out, partition_bar
 from datagen.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -129,14 +129,15 @@ def verify(
     run: RunArgument = "demo",
     runs_dir: RunsDir = "runs",
     quick: Annotated[bool, typer.Option(help="Checksums only.")] = False,
+    workers: Annotated[int, typer.Option(help="Partitions read at once; 0: one a core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Re-read everything a run stored, and prove it: exit 1 names the file and row of any fault."""
     from datagen.store.verify import verify_run
 
     root = run_directory(run, runs_dir)
-    with err.status(f"verifying {root}"):
-        report = verify_run(root, quick=quick)
+    with partition_bar(f"verifying {root}") as progress:
+        report = verify_run(root, quick=quick, workers=workers or None, progress=progress)
     if as_json:
         out.print_json(json.dumps(report.as_dict()))
     else:
