@@ -66,6 +66,10 @@ class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
 
 
+class RetryRefused(DatagenError):
+    """No rejection stands that could be taken back."""
+
+
 class PrefectUnavailable(DatagenError):
     """The Prefect server does not answer."""
 

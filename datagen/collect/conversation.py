@@ -218,18 +218,22 @@ async def _reject(
     later_turns: bool = True,
 ) -> None:
     """Enter one turn into the books as rejected, and the later ones with it, in one commit."""
-    last = prompt.n_turns if later_turns else turn + 1
+    following = [
+        later
+        for later in range(turn + 1, prompt.n_turns if later_turns else 0)
+        if store.outcome(prompt.prompt_id, later) is not Outcome.REJECTED
+    ]
 
     def enter(s: PartitionStore) -> None:
         s.add_rejection(prompt.prompt_id, turn, stage, why.reason, why.detail, why.attempts)
-        for later in range(turn + 1, last):
+        for later in following:
             s.add_rejection(
                 prompt.prompt_id, later, stage, "earlier_turn", f"turn {turn}: {why.reason}", 0
             )
 
     await shop.commit(store, enter)
     shop.progress.rejected(why.reason)
-    for _ in range(turn + 1, last):
+    for _ in following:
         shop.progress.rejected("earlier_turn")
 
 

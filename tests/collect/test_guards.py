@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from datagen.store.rejections import read_rejections
 from datagen.store.run_status import run_status
 from datagen.store.states import ShardReader
 from datagen.store.verify import verify_run
-from tests.collect.harness import Bench
+from tests.collect.harness import CLI, Bench, state_ids
 from tests.scripted_target import scripted
 
 
@@ -73,3 +75,28 @@ async def test_an_engine_that_gives_nothing_else_stops_the_run_with_the_cause(
     async with scripted(tmp_path / "spool") as url:
         await bench.collect_here("all", endpoints=url)
     assert run_status(tmp_path / "all").pending == 0
+
+
+async def test_retry_asks_for_exactly_the_rejected_samples_again(tmp_path: Path) -> None:
+    root = tmp_path / "some"
+    async with scripted(tmp_path / "spool", "some") as url:
+        bench = Bench.make(tmp_path, url, prompts=16)
+        before = await bench.collect_here("some")
+    stored = dict(state_ids(root))
+    bytes_before = {p: p.read_bytes() for p in root.rglob("*-*.arrow")}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*CLI, "retry", str(root), "--rejected", "states_not_finite"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    count = before.samples.rejected["states_not_finite"]
+    assert f"{count} samples rejected with states_not_finite are pending again" in done.stdout
+    async with scripted(tmp_path / "spool") as url:
+        after = await bench.collect_here("some", endpoints=url)
+    assert after.samples.collected == after.samples.planned
+    assert len(dict(state_ids(root))) == len(stored) + count
+    for path, content in bytes_before.items():
+        assert path.read_bytes() == content, "what was collected is left as it was"
+    report = verify_run(root)
+    assert report.ok, report.faults
