@@ -66,6 +66,10 @@ class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
 
 
+class RepairRefused(DatagenError):
+    """Something is damaged that cannot be made anew from what is left."""
+
+
 class RetryRefused(DatagenError):
     """No rejection stands that could be taken back."""
 

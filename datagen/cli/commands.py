@@ -87,16 +87,18 @@ def collect(
     )  # fmt: skip
     import uvloop
 
-    manifest = uvloop.run(_collect(config))
+    manifest = uvloop.run(collect_watched(config))
     print_summary(manifest, config.run)
 
 
-async def _collect(config: CollectConfig) -> Manifest:
+async def collect_watched(config: CollectConfig, *, frozen: bool = False) -> Manifest:
     """Run the job under a progress line; the first signal drains, the second aborts."""
     from datagen.collect import CollectJob
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    async with CollectJob.open(config, lambda text: err.print(text, highlight=False)) as job:
+    async with CollectJob.open(
+        config, lambda text: err.print(text, highlight=False), frozen=frozen
+    ) as job:
         stopping: list[asyncio.Task[None]] = []
 
         def interrupted() -> None:

@@ -221,7 +221,7 @@ async def _reject(
     following = [
         later
         for later in range(turn + 1, prompt.n_turns if later_turns else 0)
-        if store.outcome(prompt.prompt_id, later) is not Outcome.REJECTED
+        if store.outcome(prompt.prompt_id, later) in (Outcome.PENDING, Outcome.RESPONDED)
     ]
 
     def enter(s: PartitionStore) -> None:

@@ -60,15 +60,21 @@ class CollectJob:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: CollectConfig, notify: Notify) -> AsyncIterator[CollectJob]:
+    async def open(
+        cls, config: CollectConfig, notify: Notify, *, frozen: bool = False
+    ) -> AsyncIterator[CollectJob]:
         """Lock the run, prove the target, freeze the plan (or load the frozen one).
 
+        `frozen`: go on with the run's own plan; its mix, which may be gone, is not read again.
         A run that is already complete opens without contacting a server. Raises DatagenError: one
         clear line for each thing that can be wrong, before anything is written or asked.
         """
-        mix = load_mix(config.mix)
-        offline = offline_fields(config, mix_digest(mix))
         layout = RunLayout(config.run)
+        mix = None if frozen else load_mix(config.mix)
+        digest = (
+            Fingerprint.load(layout.fingerprint).fields["mix"] if mix is None else mix_digest(mix)
+        )
+        offline = offline_fields(config, digest)
         layout.root.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
             stack.enter_context(RunLock(layout.lock))
@@ -97,7 +103,7 @@ class CollectJob:
         cls,
         config: CollectConfig,
         layout: RunLayout,
-        mix: Mix,
+        mix: Mix | None,
         offline: dict[str, Any],
         stored: Fingerprint | None,
         notify: Notify,
@@ -117,6 +123,7 @@ class CollectJob:
             await prove_capture(client, config.profile, probe_ids)
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
+            assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)

@@ -1,0 +1,123 @@
+"""Good rows out of a damaged data file, each by itself.
+
+A row is a range of bytes that holds one Arrow message; nothing else of the file is needed to read it
+but the schema, which an Arrow file holds twice. A row is good when its bytes have the digest they were
+written with; where none is known, when everything about it can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import xxhash
+
+from datagen.errors import CorruptFile
+from datagen.store.arrow_part import MAGIC_BYTES, ArrowPart, SealedFile
+from datagen.store.responses import ResponsesReader
+from datagen.store.states import ShardReader
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """A file of `responses` or `states`, sealed or open. `row_xxh3` is empty when none are known."""
+
+    kind: str
+    path: Path
+    row_ends: Sequence[int]
+    row_xxh3: Sequence[str]
+
+    def good_rows(self) -> dict[int, pa.RecordBatch]:
+        """Row number -> its batch, of the rows that are as they were written."""
+        try:
+            raw = pa.memory_map(str(self.path)).read_buffer()
+        except (OSError, pa.ArrowException):  # gone, or empty
+            return {}
+        starts = [0, *self.row_ends]
+        spans = {
+            row: raw.slice(start, end - start)
+            for row, (start, end) in enumerate(zip(starts, self.row_ends, strict=False))
+            if start < end <= raw.size
+        }
+        if self.row_xxh3:
+            spans = {
+                row: span
+                for row, span in spans.items()
+                if xxhash.xxh3_64(span).hexdigest() == self.row_xxh3[row]
+            }
+        head, schema = self._schema(raw, head_is_good=bool(self.row_xxh3) and 0 in spans)
+        if schema is None:
+            return {}
+        if 0 in spans and head is not None:
+            spans[0] = spans[0].slice(head)
+        found: dict[int, pa.RecordBatch] = {}
+        for row, span in spans.items():
+            try:
+                batch = pa.ipc.read_record_batch(span, schema)
+                batch.validate(full=True)
+            except (pa.ArrowException, OSError, ValueError):
+                continue  # not good: its sample is collected again
+            if batch.num_rows == 1:
+                found[row] = batch
+        return found
+
+    def _schema(self, raw: pa.Buffer, *, head_is_good: bool) -> tuple[int | None, pa.Schema | None]:
+        """Where the first row begins, and the schema: the one at the head, unless head and end differ."""
+        head = tail = begins = None
+        with contextlib.suppress(pa.ArrowException, OSError, ValueError):  # the copy at the end?
+            source = pa.BufferReader(raw.slice(MAGIC_BYTES))
+            head = pa.ipc.read_schema(pa.ipc.read_message(source))
+            begins = MAGIC_BYTES + source.tell()
+        if head_is_good:
+            return begins, head
+        with contextlib.suppress(
+            pa.ArrowException, OSError, ValueError
+        ):  # damaged, or not yet there
+            tail = pa.ipc.open_file(pa.BufferReader(raw)).schema
+        unsealed = not self.row_xxh3 and tail is None
+        if head is not None and (unsealed or (tail and head.equals(tail, check_metadata=True))):
+            return begins, head
+        return begins, None
+
+
+def write_rows(
+    kind: str, path: Path, rows: dict[int, pa.RecordBatch]
+) -> tuple[SealedFile, list[int]]:
+    """A new sealed file of these rows, in order; returns it and the row numbers it holds.
+
+    Rows that a reader of `kind` refuses are left out.
+    """
+    kept = sorted(rows)
+    while True:
+        copy = ArrowPart(path, rows[kept[0]].schema)
+        try:
+            for row in kept:
+                copy.append(rows[row])
+            sealed = copy.seal()
+        except BaseException:
+            copy.abandon()
+            raise
+        refused = {kept[at] for at in _unreadable(kind, path)}
+        if not refused:
+            return sealed, kept
+        path.unlink()
+        kept = [row for row in kept if row not in refused]
+        if not kept:
+            raise CorruptFile("no row of it can be read", where=path)
+
+
+def _unreadable(kind: str, path: Path) -> list[int]:
+    reader = ResponsesReader(path) if kind == "responses" else ShardReader(path)
+    found = []
+    for row in range(len(reader)):
+        try:
+            if isinstance(reader, ResponsesReader):
+                reader[row]
+            else:
+                reader.states(row)
+        except CorruptFile:
+            found.append(row)
+    return found
