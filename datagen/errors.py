@@ -70,6 +70,10 @@ class RepairRefused(DatagenError):
     """Something is damaged that cannot be made anew from what is left."""
 
 
+class NoSuchSample(DatagenError):
+    """A name fits no sample of a run, or several."""
+
+
 class RetryRefused(DatagenError):
     """No rejection stands that could be taken back."""
 

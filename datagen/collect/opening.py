@@ -23,6 +23,7 @@ from datagen.store.states import StatesSpec
 from datagen.strict import parse
 from datagen.target.client import SGLangClient
 from datagen.target.preflight import ServerReport
+from datagen.target.profile import Profile
 from datagen.target.tokens import Renderer, TemplateRenderer
 
 Notify = Callable[[str], None]
@@ -58,6 +59,15 @@ async def load_renderer(config: CollectConfig, client: SGLangClient, notify: Not
         thinking_kwarg=profile.thinking_kwarg,
         trust_remote_code=profile.trust_remote_code,
     )
+
+
+def tokenizer_source(root: Path, given: str = "") -> tuple[str | Path, Profile]:
+    """Where the tokenizer of run `root` is, without asking a server, and the target's profile."""
+    config = stored_config(root)
+    profile = config.profile
+    if given or config.tokenizer:
+        return given or str(config.tokenizer), profile
+    return (ensure_checkpoint() if profile.embedded else profile.model), profile
 
 
 def freeze_plan(

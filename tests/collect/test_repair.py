@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-import datagen.cli.repair  # noqa: F401 - registers the command
+import datagen.cli  # noqa: F401 - registers the commands
 from datagen.cli.app import app
 from datagen.collect import CollectJob
 from datagen.collect.opening import stored_config
@@ -48,3 +48,7 @@ async def test_damaged_samples_are_captured_again_from_their_responses(tmp_path:
     assert sorted(state_ids(root)) == ids
     for path, content_before in others.items():
         assert path.read_bytes() == content_before
+    shown = CliRunner().invoke(app, ["inspect", str(root), "--sample", ids[0][0]])
+    assert shown.exit_code == 0, shown.output
+    assert "<|im_start|>assistant" in shown.stdout
+    assert "the final state" in shown.stdout
