@@ -70,6 +70,10 @@ class RepairRefused(DatagenError):
     """Something is damaged that cannot be made anew from what is left."""
 
 
+class ExportRefused(DatagenError):
+    """A run cannot be written in a layout without saying something false."""
+
+
 class NoSuchSample(DatagenError):
     """A name fits no sample of a run, or several."""
 
