@@ -46,6 +46,8 @@ class CollectConfig(StrictModel):
     shard_mib: int = Field(default=256, ge=1)
     spool_mib: int = Field(default=1024, ge=1)
     """Most bytes of hidden states asked for and not yet stored."""
+    max_fault_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of captures that guards may refuse before the run stops: the engine is at fault then."""
     drain_s: float = Field(default=60.0, ge=0)
     dispatch: DispatchConfig = DispatchConfig()
     on_length: OnLength = "keep"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from datagen.cli.app import app, err, out
+from datagen.cli.app import app, err, out, partition_bar
 from datagen.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -98,16 +98,18 @@ def collect(
     )  # fmt: skip
     import uvloop
 
-    manifest = uvloop.run(_collect(config))
+    manifest = uvloop.run(collect_watched(config))
     print_summary(manifest, config.run)
 
 
-async def _collect(config: CollectConfig) -> Manifest:
+async def collect_watched(config: CollectConfig, *, frozen: bool = False) -> Manifest:
     """Run the job under a progress line; the first signal drains, the second aborts."""
     from datagen.collect import CollectJob
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    async with CollectJob.open(config, lambda text: err.print(text, highlight=False)) as job:
+    async with CollectJob.open(
+        config, lambda text: err.print(text, highlight=False), frozen=frozen
+    ) as job:
         stopping: list[asyncio.Task[None]] = []
 
         def interrupted() -> None:
@@ -140,14 +142,15 @@ def verify(
     run: RunArgument = "demo",
     runs_dir: RunsDir = "runs",
     quick: Annotated[bool, typer.Option(help="Checksums only.")] = False,
+    workers: Annotated[int, typer.Option(help="Partitions read at once; 0: one a core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Re-read everything a run stored, and prove it: exit 1 names the file and row of any fault."""
     from datagen.store.verify import verify_run
 
     root = run_directory(run, runs_dir)
-    with err.status(f"verifying {root}"):
-        report = verify_run(root, quick=quick)
+    with partition_bar(f"verifying {root}") as progress:
+        report = verify_run(root, quick=quick, workers=workers or None, progress=progress)
     if as_json:
         out.print_json(json.dumps(report.as_dict()))
     else:

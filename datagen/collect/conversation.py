@@ -23,12 +23,14 @@ from datagen.collect.budget import ByteBudget
 from datagen.collect.encoding import EncodePool
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
+from datagen.errors import StatesFaulty
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.lengths import LengthModel
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import context_messages, split_turns
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards, examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
@@ -52,6 +54,7 @@ class Workshop:
     encoders: EncodePool
     budget: ByteBudget
     progress: Progress
+    guards: Guards
     context_length: int
     lengths: LengthModel = field(default_factory=LengthModel)
 
@@ -212,15 +215,30 @@ def _response_of(
 async def _capture(
     shop: Workshop, store: PartitionStore, prompt: PlannedPrompt, response: Response
 ) -> None:
-    """Prefill context and response, and store the states of every token."""
-    profile = shop.config.profile
+    """Prefill context and response, and store the states of every token.
+
+    States that a guard refuses are asked for again, as after any failure of a row.
+    """
+    profile, guards, loop = shop.config.profile, shop.guards, asyncio.get_running_loop()
+    refused = None
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
 
     async def prefill(endpoint: Endpoint) -> tuple[Capture, SpoolFile]:
+        nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
         capture = await endpoint.capture(ids, rid=rid)
-        return capture, await take_capture(capture, ids, rid, profile)
+        spooled = await take_capture(capture, ids, rid, profile)
+        found = await loop.run_in_executor(None, examine, rows_of(spooled), len(ids), guards.spec)
+        try:
+            refused = guards.judge(found, endpoint.url, first=refused is None)
+        except StatesFaulty:
+            discard(capture.path)
+            raise
+        if refused is not None:
+            discard(capture.path)
+            raise RowFailure(refused.reason, refused.detail)
+        return capture, spooled
 
     async with shop.budget.hold(n_bytes):
         try:
@@ -258,18 +276,22 @@ async def _reject(
     later_turns: bool = True,
 ) -> None:
     """Enter one turn into the books as rejected, and the later ones with it, in one commit."""
-    last = prompt.n_turns if later_turns else turn + 1
+    following = [
+        later
+        for later in range(turn + 1, prompt.n_turns if later_turns else 0)
+        if store.outcome(prompt.prompt_id, later) in (Outcome.PENDING, Outcome.RESPONDED)
+    ]
 
     def enter(s: PartitionStore) -> None:
         s.add_rejection(prompt.prompt_id, turn, stage, why.reason, why.detail, why.attempts)
-        for later in range(turn + 1, last):
+        for later in following:
             s.add_rejection(
                 prompt.prompt_id, later, stage, "earlier_turn", f"turn {turn}: {why.reason}", 0
             )
 
     await shop.commit(store, enter)
     shop.progress.rejected(why.reason)
-    for _ in range(turn + 1, last):
+    for _ in following:
         shop.progress.rejected("earlier_turn")
 
 

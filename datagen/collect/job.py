@@ -37,6 +37,7 @@ from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards
 from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
@@ -74,15 +75,21 @@ class CollectJob:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: CollectConfig, notify: Notify) -> AsyncIterator[CollectJob]:
+    async def open(
+        cls, config: CollectConfig, notify: Notify, *, frozen: bool = False
+    ) -> AsyncIterator[CollectJob]:
         """Lock the run, prove the target, freeze the plan (or load the frozen one).
 
+        `frozen`: go on with the run's own plan; its mix, which may be gone, is not read again.
         A run that is already complete opens without contacting a server. Raises DatagenError: one
         clear line for each thing that can be wrong, before anything is written or asked.
         """
-        mix = load_mix(config.mix)
-        offline = offline_fields(config, mix_digest(mix))
         layout = RunLayout(config.run)
+        mix = None if frozen else load_mix(config.mix)
+        digest = (
+            Fingerprint.load(layout.fingerprint).fields["mix"] if mix is None else mix_digest(mix)
+        )
+        offline = offline_fields(config, digest)
         layout.root.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
             stack.enter_context(RunLock(layout.lock))
@@ -112,7 +119,7 @@ class CollectJob:
         cls,
         config: CollectConfig,
         layout: RunLayout,
-        mix: Mix,
+        mix: Mix | None,
         offline: dict[str, Any],
         stored: Fingerprint | None,
         notify: Notify,
@@ -134,6 +141,7 @@ class CollectJob:
             await prove_capture(client, config.profile, probe_ids)
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
+            assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)
@@ -159,6 +167,7 @@ class CollectJob:
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
+            guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),
             context_length=min(s.context_length for s in servers),
         )
         job._count_sealed()

@@ -41,6 +41,10 @@ class Batches(Protocol):
         """What batch `index` takes in the file."""
         ...
 
+    def end(self, index: int) -> int:
+        """Where batch `index` ends in the file."""
+        ...
+
 
 class Rows:
     """The rows of a file whose batches hold any number of rows, by index."""
@@ -48,13 +52,20 @@ class Rows:
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
         first = batches.schema.names[:1]
-        self._ends = list(
-            accumulate(batches.columns(i, first).num_rows for i in range(len(batches)))
-        )
+        self._sizes = [batches.columns(i, first).num_rows for i in range(len(batches))]
+        self._ends = list(accumulate(self._sizes))
         self._last: tuple[int, pa.RecordBatch] | None = None
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def file_ends(self) -> list[int]:
+        """Where the batch of each row ends in the file."""
+        return [
+            end
+            for index, size in enumerate(self._sizes)
+            for end in [self._batches.end(index)] * size
+        ]
 
     def __getitem__(self, row: int) -> pa.RecordBatch:
         """A batch of one row, without a copy; raises CorruptFile naming the file."""
@@ -119,6 +130,9 @@ class _Sealed:
     def body_bytes(self, index: int) -> int:
         return int(self._blocks["body"][index])
 
+    def end(self, index: int) -> int:
+        return sum(self._blocks[index].item())
+
     def _batch(self, reader: pa.RecordBatchFileReader, index: int) -> pa.RecordBatch:
         with _damage_is_corruption(self._where, f"row {index}: "):
             self._require_sizes(index)
@@ -149,11 +163,14 @@ class _Growing:
                 fix="restore the file, or collect into a new run",
             )
         promised = pa.BufferReader(whole.slice(MAGIC_BYTES, end - MAGIC_BYTES))
-        messages = list(pa.ipc.MessageReader.open_stream(promised))
+        messages, ends = [], []
+        for message in pa.ipc.MessageReader.open_stream(promised):
+            messages.append(message)
+            ends.append(MAGIC_BYTES + promised.tell())
         if not messages or promised.tell() != end - MAGIC_BYTES:
             raise ValueError(f"no row ends at byte {end}")
         self.schema = pa.ipc.read_schema(messages[0])
-        self._messages = messages[1:]
+        self._messages, self._ends = messages[1:], ends[1:]
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -176,6 +193,9 @@ class _Growing:
 
     def body_bytes(self, index: int) -> int:
         return int(self._messages[index].body.size)
+
+    def end(self, index: int) -> int:
+        return int(self._ends[index])
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:

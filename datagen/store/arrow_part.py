@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import Rows as Rows
@@ -31,12 +33,19 @@ LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A finished file: rows, bytes, sha256 of its whole content."""
+    """A finished file: rows, bytes, sha256 of its whole content, and of each row alone.
+
+    Row i lies in the bytes from the last end before its own (the file's begin) to `row_ends[i]`;
+    `row_xxh3[i]` is their XXH3 in hex. Rows that were committed together share them. They tell which
+    rows of a damaged file are still good.
+    """
 
     path: Path
     rows: int
     n_bytes: int
     sha256: str
+    row_ends: tuple[int, ...]
+    row_xxh3: tuple[str, ...]
 
 
 class _HashingFile(io.RawIOBase):
@@ -51,6 +60,7 @@ class _HashingFile(io.RawIOBase):
         self._buffer = bytearray()
         self._synced = -1
         self.sha256 = hashlib.sha256()
+        self.row = xxhash.xxh3_64()
         self.position = 0
 
     def writable(self) -> bool:
@@ -59,6 +69,7 @@ class _HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.position += len(view)
+        self.row.update(view)
         if len(view) >= BUFFER_BYTES:
             hashing = compute_threads().submit(self.sha256.update, view)
             try:
@@ -96,11 +107,18 @@ class ArrowPart:
     """A file being written. One writer; nothing is durable before `sync`."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.schema, self.rows = path, schema, 0
+        self.path, self.schema = path, schema
+        self._ends: list[int] = []
+        self._digests: list[str] = []
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
             self._writer = pa.ipc.new_file(self._sink, schema, options=_options(schema))
             fsync_dir(path.parent)
+
+    @property
+    def rows(self) -> int:
+        """Rows written so far."""
+        return len(self._ends)
 
     @property
     def n_bytes(self) -> int:
@@ -111,7 +129,9 @@ class ArrowPart:
         """Write one batch of rows; returns its end offset."""
         with storage_errors(self.path):
             self._writer.write_batch(batch)
-        self.rows += batch.num_rows
+        self._ends += [self._sink.position] * batch.num_rows
+        self._digests += [self._sink.row.hexdigest()] * batch.num_rows
+        self._sink.row.reset()
         return self._sink.position
 
     def sync(self) -> None:
@@ -127,7 +147,9 @@ class ArrowPart:
             n_bytes, sha256 = self._sink.position, self._sink.sha256.hexdigest()
             self._sink.close()
             replace_durably(part(self.path), self.path)
-        return SealedFile(self.path, self.rows, n_bytes, sha256)
+        return SealedFile(
+            self.path, self.rows, n_bytes, sha256, tuple(self._ends), tuple(self._digests)
+        )
 
     def abandon(self) -> None:
         """Close without sealing; what was synced can be recovered, what was not is dropped."""
@@ -171,7 +193,24 @@ def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
     replace_durably(sealed.path, path)
     left.unlink()
     fsync_dir(path.parent)
-    return SealedFile(path, sealed.rows, sealed.n_bytes, sealed.sha256)
+    return replace(sealed, path=path)
+
+
+def examine_sealed(path: Path) -> SealedFile:
+    """Checksums of a file that an earlier process sealed. Raises CorruptFile."""
+    row_ends = Rows(open_batches(path)).file_ends()
+    whole, digests, start = hashlib.sha256(), [], 0
+    with open(path, "rb") as f:
+        for end, rows in Counter(row_ends).items():
+            batch = f.read(end - start)
+            whole.update(batch)
+            digests += [xxhash.xxh3_64(batch).hexdigest()] * rows
+            start = end
+        rest = f.read()
+    whole.update(rest)
+    return SealedFile(
+        path, len(row_ends), start + len(rest), whole.hexdigest(), tuple(row_ends), tuple(digests)
+    )
 
 
 def sha256_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, FingerprintMismatch
-from datagen.store.atomic import fsync_dir, storage_errors, write_all
+from datagen.store.atomic import fsync_dir, storage_errors, write_all, write_atomic
 from datagen.store.files import Location
 
 MAGIC, VERSION, SIZE = b"DGJRNL\x00\x01", 1, 64
@@ -152,6 +153,12 @@ def parse_journal(raw: bytes, where: Location, digest: str | None = None) -> NDA
             where=path,
         )
     return _valid_prefix(raw[SIZE:], path)
+
+
+def write_journal(path: Path, digest: str, entries: Iterable[Entry]) -> None:
+    """Put a whole journal in the place of another, atomically: one sync of `entries`."""
+    records = [_packed(entry, opens_sync=n == 0) for n, entry in enumerate(entries)]
+    write_atomic(path, _header(digest) + b"".join(records))
 
 
 class Journal:

@@ -104,7 +104,7 @@ class PartitionStore:
 
     def _replay(self, records: NDArray[np.void]) -> None:
         """Outcomes from the journal, and the files brought to what it says."""
-        promised: dict[Kind, dict[int, tuple[int, int]]] = {Kind.RESPONSE: {}, Kind.STATES: {}}
+        promised: dict[Kind, dict[int, list[int]]] = {Kind.RESPONSE: {}, Kind.STATES: {}}
         count = int((records["kind"] == Kind.REJECTED).sum())
         rejections = read_rejections(self._layout.rejected, count)
         for number, record in enumerate(records):
@@ -126,10 +126,10 @@ class PartitionStore:
                         f"record {number}: sample {key[0]}-{key[1]} stands twice",
                         where=self._layout.journal,
                     )
-                rows = promised[kind].get(file, (0, 0))[0]
-                promised[kind][file] = (rows + 1, int(record["end"]))
+                ends = promised[kind].setdefault(file, [])
+                ends.append(int(record["end"]))
                 if kind is Kind.RESPONSE:
-                    self._responded[key] = (file, rows)
+                    self._responded[key] = (file, len(ends) - 1)
                     self._responses.tokens[file] += tokens
                 else:
                     self._collected[key] = file

@@ -8,8 +8,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from datagen.collect import CollectJob
+from datagen.config import collect_config
 from datagen.store.layout import RunLayout
+from datagen.store.manifest import Manifest
 from datagen.store.plan import Plan
 from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
@@ -60,6 +64,15 @@ class Bench:
                 self.command(run, *more), stdout=subprocess.DEVNULL, stderr=log,
                 env=environment(self.folder), start_new_session=True,
             )  # fmt: skip
+
+    async def collect_here(self, run: str, **settings: Any) -> Manifest:
+        """The same job in this process: no interpreter to start, one import of transformers."""
+        given = {
+            "run": str(self.folder / run), "mix": str(self.mix), "target": str(self.profile),
+            "tokenizer": str(self.checkpoint), "partition_prompts": 5,
+        }  # fmt: skip
+        async with CollectJob.open(collect_config(**(given | settings)), print) as job:
+            return await job.collect_all()
 
     def verify(self, run: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
