@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from datagen.cli.app import app, out
@@ -50,7 +50,9 @@ def inspect(
 def _list_samples(layout: RunLayout, first: int, total: int) -> None:
     from datagen.store.sample import samples_of
 
-    table = Table("sample", "split", "context", "answer", "finish", "states", "text")
+    names = ("sample", "split", "context", "answer", "finish", "states")
+    columns = [Column(name, no_wrap=True) for name in names]
+    table = Table(*columns, Column("text", no_wrap=True, overflow="ellipsis", ratio=1), expand=True)
     for line in islice(samples_of(layout), first):
         prompt_id, _, turn = line.sample_id.partition("-")
         table.add_row(
@@ -72,7 +74,7 @@ def _list_rejections(layout: RunLayout, first: int) -> None:
         return
     for reason, entries in by_reason.items():
         table = Table(
-            "sample", "stage", "attempts", "detail",
+            Column("sample", no_wrap=True), "stage", "attempts", "detail",
             title=f"{reason}: {len(entries):,}", title_justify="left",
         )  # fmt: skip
         for entry in entries[:first]:

@@ -1,6 +1,7 @@
 """The data directory that speculators (0.9) trains from.
 
-    <out>/                         datasets.save_to_disk: input_ids, loss_mask list<int64>, seq_len
+    <out>/                         datasets.save_to_disk, torch format: input_ids, loss_mask
+                                   list<int64>, seq_len
     <out>/token_freq.pt            torch dict: supervised token id -> occurrences
     <out>/hidden_states/hs_<i>.safetensors   row i of the dataset:
         hidden_states  bf16 [T, K+1, H]   the boundaries, then the verifier's last state BEFORE its norm
@@ -76,7 +77,8 @@ def export_speculators(source: Source, splits: list[str], out: Path, checkpoint:
         for described_row in described():
             writer.write(described_row)
         writer.finalize()
-    Dataset.from_file(str(raw)).save_to_disk(str(out / "unnamed"))
+    rows_on_disk = Dataset.from_file(str(raw)).with_format("torch")  # its reader expects tensors
+    rows_on_disk.save_to_disk(str(out / "unnamed"))
     raw.unlink()
     for path in (out / "unnamed").iterdir():
         path.rename(out / path.name)

@@ -103,11 +103,12 @@ def test_speculators_layout_holds_every_sample(run: Path, checkpoint: Path, tmp_
     out = exported(run, "speculators", tmp_path / "out", "--checkpoint", str(checkpoint))
     expected = list(stored(run, "train").values())
     data = datasets.load_from_disk(str(out))
-    assert list(data["seq_len"]) == [len(ids) for ids, _, _ in expected]
+    assert list(data.with_format(None)["seq_len"]) == [len(ids) for ids, _, _ in expected]
     factor = final_norm_weight(checkpoint, HIDDEN)
     frequencies: dict[int, int] = {}
     for number, (ids, mask, states) in enumerate(expected):
-        assert (data[number]["input_ids"], data[number]["loss_mask"]) == (ids, mask)
+        assert data[number]["input_ids"].tolist() == ids
+        assert data[number]["loss_mask"].tolist() == mask
         held = load_file(out / "hidden_states" / f"hs_{number}.safetensors")
         assert held["token_ids"].tolist() == ids
         assert torch.equal(held["hidden_states"][:, :-1], states[:, :-1])
