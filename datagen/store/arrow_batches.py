@@ -117,7 +117,7 @@ class _Sealed:
         return self._narrow[key]
 
     def body_bytes(self, index: int) -> int:
-        return int(self._blocks["body"][index])
+        return int(self._blocks[index, 2])
 
     def _batch(self, reader: pa.RecordBatchFileReader, index: int) -> pa.RecordBatch:
         with _damage_is_corruption(self._where, f"row {index}: "):
@@ -125,7 +125,7 @@ class _Sealed:
             return _checked(reader.get_batch(index))
 
     def _require_sizes(self, index: int) -> None:
-        offset, metadata, body = self._blocks[index].item()
+        offset, metadata, body = self._blocks[index].tolist()
         read_at = self._file.read_at
         require_sizes(
             read_at(metadata - PREFIX_BYTES, offset + PREFIX_BYTES),

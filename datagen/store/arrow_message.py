@@ -77,8 +77,11 @@ def _root(data: bytes) -> _Table:
     return _Table(data, int.from_bytes(data[:4], "little"))
 
 
-def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.void]:
-    """BLOCK per record batch, from the footer of a file of `size` bytes. Raises Damaged."""
+def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.int64]:
+    """int64 [batches, 3]: offset, bytes of metadata, bytes of body, from the footer. Raises Damaged.
+
+    `size`: of the file.
+    """
     tail = bytes(read_at(max(0, size - 10), 10))
     if len(tail) != 10 or tail[4:] != MAGIC:
         raise Damaged("the file does not end as an Arrow file does")
@@ -97,31 +100,26 @@ def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.void]:
         or (body > size - offsets - metadata).any()
     ):
         raise Damaged("a batch lies outside of the file")
-    return blocks
+    return np.stack([offsets, metadata, body], axis=1)
 
 
-def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int) -> bool:
+def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int) -> None:
     """Raise Damaged unless the buffers of a record batch have sizes that can be true.
 
-    `metadata`: the message's flatbuffer; `body_at` reads the body. Returns True when Arrow compressed
-    them.
+    `metadata`: the message's flatbuffer; `body_at` reads the body.
     """
     header = _root(bytes(metadata)).child(2)
     if header is None:
         raise Damaged("a message without a batch")
-    buffers = header.vector(2, BUFFER)
-    offsets, lengths = buffers["offset"], buffers["length"]
-    if (offsets < 0).any() or (lengths < 0).any() or (offsets > body_size - lengths).any():
-        raise Damaged("a buffer lies outside of its batch")
-    if header.child(3) is None:
-        return False
+    compressed = header.child(3) is not None
     stated = 0
-    for offset, length in buffers.tolist():
-        if length:
+    for offset, length in header.vector(2, BUFFER).tolist():
+        if offset < 0 or length < 0 or offset > body_size - length:
+            raise Damaged("a buffer lies outside of its batch")
+        if compressed and length:
             prefix = int.from_bytes(bytes(body_at(offset, min(8, length))), "little", signed=True)
             if prefix < -1 or length < 8:
                 raise Damaged(f"a buffer states {prefix} bytes")
             stated += prefix if prefix >= 0 else length - 8
     if stated > max(ALWAYS_BYTES, MOST_RATIO * body_size):
         raise Damaged(f"buffers of {body_size} bytes state {stated}")
-    return True

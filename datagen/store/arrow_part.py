@@ -99,7 +99,7 @@ class ArrowPart:
         self.path, self.schema, self.rows = path, schema, 0
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
-            self._writer = pa.ipc.new_file(self._sink, schema, options=_options(schema))
+            self._writer = pa.ipc.new_file(self._sink, schema, options=write_options(schema))
             fsync_dir(path.parent)
 
     @property
@@ -134,7 +134,8 @@ class ArrowPart:
         self._sink.close()
 
 
-def _options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+def write_options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+    """How a file of this schema is written."""
     name = (schema.metadata or {}).get(COMPRESSION.encode())
     codec = pa.Codec(name.decode(), LEVEL) if name else None
     return pa.ipc.IpcWriteOptions(compression=codec)
