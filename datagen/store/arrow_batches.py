@@ -128,7 +128,7 @@ class _Sealed:
         return self._narrow[key]
 
     def body_bytes(self, index: int) -> int:
-        return int(self._blocks["body"][index])
+        return int(self._blocks[index, 2])
 
     def end(self, index: int) -> int:
         return sum(self._blocks[index].item())
@@ -139,7 +139,7 @@ class _Sealed:
             return _checked(reader.get_batch(index))
 
     def _require_sizes(self, index: int) -> None:
-        offset, metadata, body = self._blocks[index].item()
+        offset, metadata, body = self._blocks[index].tolist()
         read_at = self._file.read_at
         require_sizes(
             read_at(metadata - PREFIX_BYTES, offset + PREFIX_BYTES),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,57 +34,60 @@ class Damaged(ValueError):
     """The bytes are not what the format says."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A flatbuffers table at `at` of `data`."""
-
-    data: bytes
-    at: int
-
-    def child(self, number: int) -> _Table | None:
-        """The table that field `number` points to."""
-        at = self._field(number)
-        return None if at is None else _Table(self.data, at + self._read("<I", at))
-
-    def vector(self, number: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-        """The structs of field `number`."""
-        at = self._field(number)
-        if at is None:
-            return np.zeros(0, dtype=dtype)
-        at += self._read("<I", at)
-        count = self._read("<I", at)
-        if at + 4 + count * dtype.itemsize > len(self.data):
-            raise Damaged(f"a vector of {count} ends after its file")
-        return np.frombuffer(self.data, dtype=dtype, count=count, offset=at + 4)
-
-    def _field(self, number: int) -> int | None:
-        table = self.at - self._read("<i", self.at)
-        at = 4 + 2 * number
-        offset = self._read("<H", table + at) if at < self._read("<H", table) else 0
-        return self.at + offset if offset else None
-
-    def _read(self, kind: str, at: int) -> int:
-        if not 0 <= at <= len(self.data) - struct.calcsize(kind):
-            raise Damaged("an offset points out of its table")
-        (value,) = struct.unpack_from(kind, self.data, at)
-        return int(value)
+# Plain functions over bytes: a training epoch passes here once a sample.
+_U16, _I32, _U32 = (struct.Struct(f"<{kind}").unpack_from for kind in "HiI")
 
 
-def _root(data: bytes) -> _Table:
-    if len(data) < 4:
-        raise Damaged("no table")
-    return _Table(data, int.from_bytes(data[:4], "little"))
+def _root(data: bytes) -> int:
+    """Where the outermost table of a flatbuffer lies."""
+    return int(_U32(data, 0)[0])
 
 
-def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.void]:
-    """BLOCK per record batch, from the footer of a file of `size` bytes. Raises Damaged."""
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Where the value of a table's field lies; None when the table has it not."""
+    layout = table - _I32(data, table)[0]
+    if layout < 0:
+        raise Damaged("an offset points out of its table")
+    at = 4 + 2 * number
+    if at >= _U16(data, layout)[0]:
+        return None
+    offset = _U16(data, layout + at)[0]
+    return table + offset if offset else None
+
+
+def _child(data: bytes, table: int, number: int) -> int | None:
+    """Where the table lies that a field points to."""
+    at = _field(data, table, number)
+    return None if at is None else at + _U32(data, at)[0]
+
+
+def _structs(data: bytes, table: int, number: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """A field's vector of structs."""
+    at = _child(data, table, number)
+    if at is None:
+        return np.zeros(0, dtype=dtype)
+    count = _U32(data, at)[0]
+    if at + 4 + count * dtype.itemsize > len(data):
+        raise Damaged(f"a vector of {count} ends after its file")
+    return np.frombuffer(data, dtype=dtype, count=count, offset=at + 4)
+
+
+def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.int64]:
+    """int64 [batches, 3]: offset, bytes of metadata, bytes of body, from the footer. Raises Damaged.
+
+    `size`: of the file.
+    """
     tail = bytes(read_at(max(0, size - 10), 10))
     if len(tail) != 10 or tail[4:] != MAGIC:
         raise Damaged("the file does not end as an Arrow file does")
     length = int.from_bytes(tail[:4], "little", signed=True)
     if not 0 < length <= size - 10:
         raise Damaged(f"a footer of {length} bytes in a file of {size}")
-    blocks = _root(bytes(read_at(size - 10 - length, length))).vector(3, BLOCK)
+    footer = bytes(read_at(size - 10 - length, length))
+    try:
+        blocks = _structs(footer, _root(footer), 3, BLOCK)
+    except struct.error as e:
+        raise Damaged(f"no footer: {e}") from e
     offsets, metadata, body = (
         blocks[name].astype(np.int64) for name in ("offset", "metadata", "body")
     )
@@ -97,31 +99,31 @@ def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.void]:
         or (body > size - offsets - metadata).any()
     ):
         raise Damaged("a batch lies outside of the file")
-    return blocks
+    return np.stack([offsets, metadata, body], axis=1)
 
 
-def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int) -> bool:
+def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int) -> None:
     """Raise Damaged unless the buffers of a record batch have sizes that can be true.
 
-    `metadata`: the message's flatbuffer; `body_at` reads the body. Returns True when Arrow compressed
-    them.
+    `metadata`: the message's flatbuffer; `body_at` reads the body.
     """
-    header = _root(bytes(metadata)).child(2)
-    if header is None:
-        raise Damaged("a message without a batch")
-    buffers = header.vector(2, BUFFER)
-    offsets, lengths = buffers["offset"], buffers["length"]
-    if (offsets < 0).any() or (lengths < 0).any() or (offsets > body_size - lengths).any():
-        raise Damaged("a buffer lies outside of its batch")
-    if header.child(3) is None:
-        return False
+    data = bytes(metadata)
+    try:
+        header = _child(data, _root(data), 2)
+        if header is None:
+            raise Damaged("a message without a batch")
+        compressed = _field(data, header, 3) is not None
+        buffers = _structs(data, header, 2, BUFFER).tolist()
+    except struct.error as e:
+        raise Damaged(f"no message: {e}") from e
     stated = 0
-    for offset, length in buffers.tolist():
-        if length:
+    for offset, length in buffers:
+        if offset < 0 or length < 0 or offset > body_size - length:
+            raise Damaged("a buffer lies outside of its batch")
+        if compressed and length:
             prefix = int.from_bytes(bytes(body_at(offset, min(8, length))), "little", signed=True)
             if prefix < -1 or length < 8:
                 raise Damaged(f"a buffer states {prefix} bytes")
             stated += prefix if prefix >= 0 else length - 8
     if stated > max(ALWAYS_BYTES, MOST_RATIO * body_size):
         raise Damaged(f"buffers of {body_size} bytes state {stated}")
-    return True

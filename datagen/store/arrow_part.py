@@ -112,7 +112,7 @@ class ArrowPart:
         self._digests: list[str] = []
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
-            self._writer = pa.ipc.new_file(self._sink, schema, options=_options(schema))
+            self._writer = pa.ipc.new_file(self._sink, schema, options=write_options(schema))
             fsync_dir(path.parent)
 
     @property
@@ -156,7 +156,8 @@ class ArrowPart:
         self._sink.close()
 
 
-def _options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+def write_options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+    """How a file of this schema is written."""
     name = (schema.metadata or {}).get(COMPRESSION.encode())
     codec = pa.Codec(name.decode(), LEVEL) if name else None
     return pa.ipc.IpcWriteOptions(compression=codec)

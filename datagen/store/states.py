@@ -300,9 +300,9 @@ class ShardReader:
     ) -> pa.RecordBatch:
         if batch.num_rows != 1:
             raise self._corrupt(index, f"a batch of {batch.num_rows} rows")
-        missing = [c for c in batch.schema.names if batch.column(c).null_count]
-        if missing:
-            raise self._corrupt(index, f"{missing[0]} is missing")
+        for number, column in enumerate(batch.columns):
+            if column.null_count:
+                raise self._corrupt(index, f"{batch.schema.names[number]} is missing")
         if of is not None:
             found = (batch.column("sample_id")[0].as_py(), batch.column("n_tokens")[0].as_py())
             if found != of:

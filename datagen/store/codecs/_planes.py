@@ -8,6 +8,7 @@ it; the parameters below leave Huffman coding and little else, smaller and faste
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,25 @@ FRAMED_FIELDS = (
 )
 
 
+class _OfThread(threading.local):
+    """What is made once a thread: contexts and scratch space cost as much as a small sample."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
+        self.decompressor = zstandard.ZstdDecompressor()
+        self._scratch = np.empty(0, dtype=np.uint16)
+
+    def scratch(self, rows: int, width: int) -> tuple[Bits, Bits]:
+        """Two arrays uint16 [rows, width], valid until the next call."""
+        if len(self._scratch) < 2 * rows * width:
+            self._scratch = np.empty(2 * rows * width, dtype=np.uint16)
+        one, other = self._scratch[: 2 * rows * width].reshape(2, rows, width)
+        return one, other
+
+
+_of_thread = _OfThread()
+
+
 # -- a bf16 as two bytes ------------------------------------------------------------------------
 
 
@@ -52,8 +72,7 @@ def median_exponents(rows_TW: Bits) -> Bytes:
 def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
     """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign)."""
     step = max(1, CHUNK_VALUES // rows_TW.shape[1])
-    one = np.empty((step, rows_TW.shape[1]), dtype=np.uint16)
-    other = np.empty_like(one)
+    one, other = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
     for at in range(0, len(rows_TW), step):
         chunk = rows_TW[at : at + step]
         a, b = one[: len(chunk)], other[: len(chunk)]
@@ -70,14 +89,12 @@ def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> No
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
     """Fill `out_TW` with bit patterns: the inverse of `split`."""
     step = max(1, CHUNK_VALUES // out_TW.shape[1])
-    exponents = np.empty((step, out_TW.shape[1]), dtype=np.uint8)
-    rotated = np.empty((step, out_TW.shape[1]), dtype=np.uint16)
+    rotated, _ = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
     for at in range(0, len(out_TW), step):
         out = out_TW[at : at + step]
-        a, e = rotated[: len(out)], exponents[: len(out)]
-        np.add(exponents_TW[at : at + step], bias_W, out=e)
-        np.copyto(a, e)
-        np.left_shift(a, 8, out=a)
+        a = rotated[: len(out)]
+        np.add(exponents_TW[at : at + step], bias_W, out=a)
+        np.left_shift(a, 8, out=a)  # the bias wraps mod 256: what is beyond falls off
         np.bitwise_or(a, sm_TW[at : at + step], out=a)
         np.right_shift(a, 1, out=out)
         np.left_shift(a, 15, out=a)
@@ -120,13 +137,12 @@ def blocks(n_tokens: int) -> range:
 
 def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[bytes]:
     """Fill `sm_TW`, and return the frames of one block: zstd of uint8 [block, group*H] by group."""
-    compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
     frames = []
     for a, b in layer_groups(hidden, rows_TW.shape[1] // hidden):
         group = slice(a * hidden, b * hidden)
         exponents = np.empty((len(rows_TW), (b - a) * hidden), dtype=np.uint8)
         split(rows_TW[:, group], bias_W[group], exponents, sm_TW[:, group])
-        frames.append(compressor.compress(exponents.data))
+        frames.append(_of_thread.compressor.compress(exponents.data))
     return frames
 
 
@@ -173,7 +189,6 @@ class Inflater:
 
     def __init__(self, exp: Sequence[Frame], hidden: int) -> None:
         self._exp, self._hidden = exp, hidden
-        self._decompressor = zstandard.ZstdDecompressor()
         self._last: tuple[int, Bytes] | None = None
 
     def exponents(self, piece: Piece) -> Bytes:
@@ -193,7 +208,7 @@ class Inflater:
             stated = zstandard.frame_content_size(bytes(frame[:18]))
             if stated != size:
                 raise ValueError(f"a frame states {stated} bytes, {size} expected")
-            content = self._decompressor.decompress(frame, max_output_size=size)
+            content = _of_thread.decompressor.decompress(frame, max_output_size=size)
         except zstandard.ZstdError as e:
             raise ValueError(f"a frame cannot be decompressed: {e}") from e
         return np.frombuffer(content, dtype=np.uint8)
