@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PROTOCOL = 1  # of request, answer and file together; an engine's answer names the one it speaks
 SUFFIX = ".safetensors"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 MAX_HEADER_BYTES = 1 << 20

@@ -18,6 +18,7 @@ from typing import Any
 
 from datagen.capture.spool import (
     ITEM_BYTES,
+    PROTOCOL,
     STALE_S,
     SpoolError,
     spool_path,
@@ -35,7 +36,7 @@ class SpoolBusy(SpoolError):
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """What every row of a server holds. `dtype`: a safetensors name; `extra`: more of the answer."""
+    """What every row of a server holds. `dtype`: its name in safetensors."""
 
     boundaries: tuple[int, ...]
     hidden: int
@@ -174,6 +175,7 @@ class SpoolWriter:
             "final_norm": row_format.final_norm,
             "dtype": row_format.dtype,
             "server": row_format.server,
+            "protocol": PROTOCOL,
         }
 
     def close(self) -> None:
