@@ -56,7 +56,9 @@ class SelfTest:
         read, self._read = self._read, {}
         if not prefill:
             return
-        captured = list(torch.split(aux, self._hidden, -1)) if isinstance(aux, Tensor) else list(aux)
+        captured = (
+            list(torch.split(aux, self._hidden, -1)) if isinstance(aux, Tensor) else list(aux)
+        )
         comparable = len(captured) == len(self._boundaries) == len(read) and all(
             read[b].shape == c.shape for b, c in zip(self._boundaries, captured, strict=True)
         )

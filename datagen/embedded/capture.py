@@ -13,6 +13,7 @@ from datagen.capture.writer import MIB, Limits, RowFormat, SpoolBusy
 from datagen.capture.writer import SpoolWriter as Writer
 from datagen.errors import ConfigError
 
+SELF_TEST = "none: the embedded target keeps the stream itself, there is no engine to prove"
 LIMITS = Limits(pending_bytes=512 * MIB, threads=2)
 
 
@@ -51,10 +52,11 @@ class SpoolWriter:
         except SpoolBusy as e:
             return {"error": f"{type(e).__name__}: {e}"}
         try:
-            return self._writer.publish(rid, [bits.numpy().data], len(input_ids), ids, self._format)
+            note = self._writer.publish(rid, [bits.numpy().data], len(input_ids), ids, self._format)
         except SpoolBusy as e:
             self._writer.release(bits.numel())
             return {"error": f"{type(e).__name__}: {e}"}
+        return {**note, "chunks": 1, "self_test": SELF_TEST}
 
     def close(self) -> None:
         """Finish what is queued."""
