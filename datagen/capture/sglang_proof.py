@@ -38,7 +38,7 @@ class SelfTest:
             if norm is None or attention is None or type(norm).__name__ != "RMSNorm":
                 self._end(f"none: layer {boundary} has no RMSNorm before its attention")
                 return
-            self._norms[boundary] = (norm.weight, float(norm.variance_epsilon))
+            self._norms[boundary] = (norm.weight.detach(), float(norm.variance_epsilon))
             self._hooks.append(
                 attention.register_forward_pre_hook(self._reader(boundary), with_kwargs=True)
             )

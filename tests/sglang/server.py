@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 420.0
 FLAGS = (
     "--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native",
-    "--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.05",
+    "--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3",
     "--max-total-tokens", "8192", "--max-running-requests", "8",
 )  # fmt: skip
 

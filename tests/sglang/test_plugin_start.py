@@ -1,4 +1,4 @@
-"""What the plugin refuses before a server serves; SGLang logs a plugin's exceptions and goes on without it."""
+"""What the plugin refuses before a server serves (SGLang itself would log the error and go on)."""
 
 from __future__ import annotations
 
