@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ class SpoolFile:
     server: str
     rows: memoryview
     input_ids: tuple[int, ...]
+
+
+def default_spool(port: int) -> Path:
+    """Memory if there is a /dev/shm, else the temporary directory; one per user and port."""
+    memory = Path("/dev/shm")
+    root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"datagen-spool-{os.getuid()}-{port}"
 
 
 def spool_path(directory: str | Path, rid: str) -> Path:
