@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from datagen.errors import ConfigError
 from datagen.fanout.dispatcher import DispatchConfig
@@ -14,6 +14,20 @@ from datagen.strict import StrictModel, parse
 from datagen.target.profile import Profile, SplitSampling, load_profile
 
 MIB = 1 << 20
+
+
+class CaptureConfig(StrictModel):
+    """How hidden states travel. `json`: in the answers of stock servers, for small runs."""
+
+    mode: Literal["spool", "json"] = "spool"
+    final_endpoint: str | None = None
+    """With `json`: a second server for the final state, where the others hand over boundaries only."""
+
+    @model_validator(mode="after")
+    def _one_server_is_enough_for_the_spool(self) -> CaptureConfig:
+        if self.mode == "spool" and self.final_endpoint:
+            raise ValueError("final_endpoint is for mode json; the spool carries the final state")
+        return self
 
 
 class CollectConfig(StrictModel):
@@ -34,6 +48,7 @@ class CollectConfig(StrictModel):
     spool_mib: int = Field(default=1024, ge=1)
     """Most bytes of hidden states asked for and not yet stored."""
     drain_s: float = Field(default=60.0, ge=0)
+    capture: CaptureConfig = CaptureConfig()
     dispatch: DispatchConfig = DispatchConfig()
     row_timeout_s: float = Field(default=1800.0, gt=0)
     api_key: str | None = Field(default=None, repr=False)
@@ -76,6 +91,8 @@ def collect_config(
     attempts: int = 3,
     patience_s: float = 300.0,
     api_key: str = "",
+    capture_mode: str = "spool",
+    final_endpoint: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
 
@@ -85,7 +102,7 @@ def collect_config(
     """
     profile = load_profile(target)
     urls = tuple(u.strip() for u in endpoints.split(",") if u.strip()) or (profile.endpoint,)
-    for url in urls:
+    for url in (*urls, *([final_endpoint] if final_endpoint else [])):
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"endpoint '{url}' is no URL",
@@ -111,6 +128,7 @@ def collect_config(
             "partition_prompts": partition_prompts,
             "shard_mib": shard_mib,
             "spool_mib": spool_mib,
+            "capture": {"mode": capture_mode, "final_endpoint": final_endpoint or None},
             "dispatch": DispatchConfig(
                 window=WindowConfig(initial=concurrency), attempts=attempts, patience_s=patience_s
             ),

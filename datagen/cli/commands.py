@@ -74,6 +74,10 @@ def collect(
     attempts: Annotated[int, typer.Option(help="Attempts before a row is rejected.")] = 3,
     patience_s: Annotated[float, typer.Option(help="Wait for a dead server.")] = 300.0,
     api_key: Annotated[str, typer.Option(envvar="DATAGEN_API_KEY", help="Bearer token.")] = "",
+    capture_mode: Annotated[str, typer.Option(help="spool, or json for small runs.")] = "spool",
+    final_endpoint: Annotated[
+        str, typer.Option(help="json: a second server that hands over the final state.")
+    ] = "",
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
     from datagen.config import collect_config
@@ -83,7 +87,8 @@ def collect(
         max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
         runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
         shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-        patience_s=patience_s, api_key=api_key,
+        patience_s=patience_s, api_key=api_key, capture_mode=capture_mode,
+        final_endpoint=final_endpoint,
     )  # fmt: skip
     import uvloop
 

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from datagen.capture.spool import SpoolFile, discard
 from datagen.collect.budget import ByteBudget
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
@@ -28,8 +27,8 @@ from datagen.store.group_commit import GroupCommitter
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
-from datagen.target.capture import rows_of, take_capture
-from datagen.target.client import Capture, Generation
+from datagen.target.client import Generation, SGLangClient
+from datagen.target.states import Captured, capture_rows
 from datagen.target.tokens import Renderer
 
 T = TypeVar("T")
@@ -47,6 +46,8 @@ class Workshop:
     budget: ByteBudget
     progress: Progress
     context_length: int
+    final: SGLangClient | None = None
+    """A second server, for the final state alone."""
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
         """Run `action` on the writer thread; returns once its rows are durable."""
@@ -163,14 +164,14 @@ async def _capture(
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
 
-    async def prefill(endpoint: Endpoint) -> tuple[Capture, SpoolFile]:
+    async def prefill(endpoint: Endpoint) -> Captured:
         rid = _fresh_rid(prompt, response.turn, "c")
-        capture = await endpoint.capture(ids, rid=rid)
-        return capture, await take_capture(capture, ids, rid, profile)
+        mode = shop.config.capture.mode
+        return await capture_rows(endpoint, ids, rid, profile, mode=mode, final=shop.final)
 
     async with shop.budget.hold(n_bytes):
         try:
-            capture, spooled = (await shop.dispatcher.run(prefill, Priority.CAPTURE)).value
+            captured = (await shop.dispatcher.run(prefill, Priority.CAPTURE)).value
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
@@ -181,10 +182,10 @@ async def _capture(
                 response.turn,
                 np.asarray(ids, dtype=np.int32),
                 len(response.context_ids),
-                rows_of(spooled),
+                captured.rows,
             ),
         )
-        discard(capture.path)
+        captured.discard()
     shop.progress.captured(len(ids), n_bytes)
 
 

@@ -36,7 +36,12 @@ from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
 from datagen.store.states import StatesSpec
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.preflight import ServerReport, inspect_server, prove_capture
+from datagen.target.preflight import (
+    ServerReport,
+    inspect_server,
+    prove_capture,
+    require_whole_prefills,
+)
 
 MAX_QUEUED_COMMITS = 512
 PROBE = "Write three sentences about the sea, then count to ten."
@@ -112,8 +117,21 @@ class CollectJob:
         servers = [await inspect_server(c, config.profile) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
         probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
+        final = None
+        if config.capture.final_endpoint:
+            final = await stack.enter_async_context(
+                SGLangClient(
+                    config.capture.final_endpoint, timeouts=timeouts, api_key=config.api_key
+                )
+            )
+        if config.capture.mode == "json":
+            last = [await inspect_server(final, config.profile)] if final else []
+            for report in [*servers, *last]:
+                require_whole_prefills(report)
         for client in clients:
-            await prove_capture(client, config.profile, probe_ids)
+            await prove_capture(
+                client, config.profile, probe_ids, mode=config.capture.mode, final=final
+            )
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
@@ -141,6 +159,7 @@ class CollectJob:
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
             context_length=min(s.context_length for s in servers),
+            final=final,
         )
         job._count_sealed()
         return job

@@ -202,7 +202,7 @@ class Engine:
         request = job.request
         rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
         if request.states_in_answer:
-            request.states = rows_TW.float().tolist()
+            request.states = rows_TW.to(torch.bfloat16).tolist()  # the spool's precision
             return
         if self.spool is None or request.params.max_new_tokens != 1:
             request.capture_note = {"error": "ValueError: capture needs max_new_tokens: 1"}

@@ -27,6 +27,7 @@ class Target:
     kind: str
     url: str
     spool: Path
+    pid: int = 0
 
     @property
     def is_real(self) -> bool:
@@ -70,7 +71,7 @@ def sglang_target(real_engine: RealEngine) -> Iterator[Target]:
     server = real_engine.server("shared", *CAPTURE_FLAGS)
     try:
         server.start()
-        yield Target("sglang", server.url, server.log.parent / "spool")
+        yield Target("sglang", server.url, server.log.parent / "spool", server.pid)
     finally:
         server.stop()
 

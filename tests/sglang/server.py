@@ -56,7 +56,7 @@ class SGLangServer:
         self._environment = kept | {
             "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "datagen_capture",
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(site),
+            "SPT_NOENV": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(site),
             **environment,
         }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,6 +78,12 @@ class SGLangServer:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        assert self._process is not None
+        return self._process.pid
 
     def exit_code(self, patience_s: float) -> int:
         """Wait for the server to end by itself."""
