@@ -85,3 +85,63 @@ def test_boundaries_that_make_no_sense_end_the_server(
     status, output = load(real_engine, DATAGEN_CAPTURE_BOUNDARIES=boundaries)
     assert status == 1
     assert "DATAGEN_CAPTURE_BOUNDARIES=" in output
+
+
+RULES = """
+from importlib import import_module
+from types import SimpleNamespace
+from datagen.capture.sglang_plugin import _set_boundaries
+
+def model_of(module, name, layers):
+    cls = getattr(import_module("sglang.srt.models." + module), name)
+
+    class Model:  # the class's own rule, without its weights
+        capture_aux_hidden_states = False
+        pp_group = SimpleNamespace(is_last_rank=True, is_first_rank=True)
+        config = SimpleNamespace(num_hidden_layers=layers)
+        set_eagle3_layers_to_capture = cls.set_eagle3_layers_to_capture
+
+        def __init__(self):
+            self.model = SimpleNamespace(layers_to_capture=[], layers=[None] * layers)
+
+        def modules(self):
+            return [self, self.model]
+
+    return Model()
+
+for module, name, layers, wanted in [
+    ("llama", "LlamaForCausalLM", 30, (2, 15, 27)),
+    ("qwen3", "Qwen3ForCausalLM", 36, (2, 18, 33)),
+    ("deepseek_v2", "DeepseekV3ForCausalLM", 61, (2, 30, 58)),
+    ("deepseek_v2", "DeepseekV3ForCausalLM", 61, (3, 31, 59)),
+]:
+    model = model_of(module, name, layers)
+    assert list(_set_boundaries(model, wanted).layers_to_capture) == list(wanted), (name, wanted)
+    print("ok", name, wanted)
+
+outer = SimpleNamespace(language_model=model_of("deepseek_v2", "DeepseekV3ForCausalLM", 61))
+kimi = getattr(import_module("sglang.srt.models.kimi_k25"), "KimiK25ForConditionalGeneration")
+
+class Kimi:
+    set_eagle3_layers_to_capture = kimi.set_eagle3_layers_to_capture
+    language_model = outer.language_model
+
+    def modules(self):
+        return [self, *self.language_model.modules()]
+
+assert list(_set_boundaries(Kimi(), (2, 30, 58)).layers_to_capture) == [2, 30, 58]
+print("ok Kimi")
+try:
+    _set_boundaries(model_of("deepseek_v2", "DeepseekV3ForCausalLM", 61), (1, 30, 57))
+except RuntimeError as e:
+    print("refused", e)
+"""
+
+
+def test_each_model_classes_own_layer_rule_gives_the_boundaries_asked_for(
+    real_engine: RealEngine,
+) -> None:
+    status, output = load(real_engine, RULES, DATAGEN_CAPTURE_DIR="")
+    assert status == 0, output
+    assert output.count("ok ") == 5
+    assert "refused datagen capture: Model captures the inputs of layers" in output
