@@ -68,8 +68,14 @@ class SGLangServer:
                 self._command, env=self._environment, stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.log.parent,
             )  # fmt: skip
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it answers. Raises RuntimeError with the end of its log."""
+        assert self._process is not None
         deadline = time.monotonic() + START_S
-        while wait:
+        while True:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise RuntimeError("SGLang did not come up:\n" + self.tail())
