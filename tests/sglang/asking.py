@@ -21,7 +21,7 @@ from datagen.target.tokens import TemplateRenderer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def post(url: str, path: str, body: Any, timeout: float = 300) -> tuple[int, Any]:
+def post(url: str, path: str, body: Any, timeout: float = 1800) -> tuple[int, Any]:
     """Status and body of one call."""
     asked = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -17,7 +17,10 @@ from tests.sglang.server import SGLangServer, install_plugin
 from tests.tiny import serving
 
 CHUNK = 64
-CAPTURE_FLAGS = ("--enable-return-hidden-states", "--chunked-prefill-size", str(CHUNK))
+CAPTURE_FLAGS = (
+    "--enable-return-hidden-states", "--chunked-prefill-size", str(CHUNK),
+    "--prefill-decode-interval", "1",  # else decodes wait until no prefill does
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def cosines(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 def test_captures_among_decodes_hold_every_row_of_the_reference(
     target: Target, profile: Profile, reference: Reference
 ) -> None:
-    asked = conversations(*((200, 200) if target.is_real else (16, 90)))
+    asked = conversations(*((200, 100) if target.is_real else (16, 90)))
     ended = threading.Event()
     with ThreadPoolExecutor(8) as pool, ThreadPoolExecutor(2) as decoders:
         decodes = [decoders.submit(decode_for_ever, target, asked[i], ended) for i in range(2)]
