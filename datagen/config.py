@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from datagen.errors import ConfigError
 from datagen.fanout.config import DispatchConfig
@@ -25,6 +25,20 @@ def _registered(codec: str) -> str:
     if codec not in REGISTRY:
         raise ValueError(f"unknown codec '{codec}', use one of {', '.join(REGISTRY)}")
     return codec
+
+
+class CaptureConfig(StrictModel):
+    """How hidden states travel. `json`: in the answers of stock servers, for small runs."""
+
+    mode: Literal["spool", "json"] = "spool"
+    final_endpoint: str | None = None
+    """With `json`: a second server for the final state, where the others hand over boundaries only."""
+
+    @model_validator(mode="after")
+    def _one_server_is_enough_for_the_spool(self) -> CaptureConfig:
+        if self.mode == "spool" and self.final_endpoint:
+            raise ValueError("final_endpoint is for mode json; the spool carries the final state")
+        return self
 
 
 class CollectConfig(StrictModel):
@@ -49,6 +63,7 @@ class CollectConfig(StrictModel):
     max_fault_rate: float = Field(default=0.05, ge=0, le=1)
     """Share of captures that guards may refuse before the run stops: the engine is at fault then."""
     drain_s: float = Field(default=60.0, ge=0)
+    capture: CaptureConfig = CaptureConfig()
     dispatch: DispatchConfig = DispatchConfig()
     on_length: OnLength = "keep"
     loop_tokens: int = Field(default=256, ge=0)
@@ -108,6 +123,8 @@ def collect_config(
     loop_tokens: int = 256,
     metrics_port: int = 0,
     api_key: str = "",
+    capture_mode: str = "spool",
+    final_endpoint: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
 
@@ -118,6 +135,8 @@ def collect_config(
     """
     profile = load_profile(target)
     urls, only = _endpoints(endpoints or profile.endpoint)
+    if final_endpoint:
+        _require_url(final_endpoint)
     sampling = profile.sampling
     if temperature >= 0:
         train = sampling.train.model_copy(update={"temperature": temperature})
@@ -140,6 +159,7 @@ def collect_config(
             "partition_prompts": partition_prompts,
             "shard_mib": shard_mib,
             "spool_mib": spool_mib,
+            "capture": {"mode": capture_mode, "final_endpoint": final_endpoint or None},
             "dispatch": {
                 "window": {"initial": concurrency, "maximum": max_concurrency},
                 "pace": {"row_timeout_s": row_timeout_s},
@@ -162,12 +182,7 @@ def _endpoints(text: str) -> tuple[tuple[str, ...], dict[Role, tuple[str, ...]]]
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, rest = item.partition("=")
         url, role = (rest, ROLES[name]) if equals and name in ROLES else (item, Role.BOTH)
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"endpoint '{item}' is no URL",
-                fix="write it as http://host:port, several with commas, and generate=URL or "
-                "capture=URL where a server has one role",
-            )
+        _require_url(url)
         roles[url.rstrip("/")] = role
     for needed in ROLES.values():
         if not any(needed & role for role in roles.values()):
@@ -177,3 +192,12 @@ def _endpoints(text: str) -> tuple[tuple[str, ...], dict[Role, tuple[str, ...]]]
             )
     only = {r: tuple(u for u, role in roles.items() if role is r) for r in ROLES.values()}
     return tuple(roles), only
+
+
+def _require_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"endpoint '{url}' is no URL",
+            fix="write it as http://host:port, several with commas, and generate=URL or "
+            "capture=URL where a server has one role",
+        )

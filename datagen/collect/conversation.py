@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from datagen.capture.spool import SpoolFile, discard
 from datagen.collect.answers import fault
 from datagen.collect.budget import ByteBudget
 from datagen.collect.encoding import EncodePool
@@ -34,9 +33,9 @@ from datagen.store.guards import Guards, examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
-from datagen.target.capture import rows_of, take_capture
-from datagen.target.client import Capture, Generation
+from datagen.target.client import Generation, SGLangClient
 from datagen.target.failures import RowFailure
+from datagen.target.states import Captured, capture_rows
 from datagen.target.tokens import Renderer
 
 T = TypeVar("T")
@@ -56,6 +55,8 @@ class Workshop:
     progress: Progress
     guards: Guards
     context_length: int
+    final: SGLangClient | None = None
+    """A second server, for the final state alone."""
     lengths: LengthModel = field(default_factory=LengthModel)
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
@@ -224,21 +225,21 @@ async def _capture(
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
 
-    async def prefill(endpoint: Endpoint) -> tuple[Capture, SpoolFile]:
+    async def prefill(endpoint: Endpoint) -> Captured:
         nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
-        capture = await endpoint.capture(ids, rid=rid)
-        spooled = await take_capture(capture, ids, rid, profile)
-        found = await loop.run_in_executor(None, examine, rows_of(spooled), len(ids), guards.spec)
+        mode = shop.config.capture.mode
+        captured = await capture_rows(endpoint, ids, rid, profile, mode=mode, final=shop.final)
+        found = await loop.run_in_executor(None, examine, captured.rows, len(ids), guards.spec)
         try:
             refused = guards.judge(found, endpoint.url, first=refused is None)
         except StatesFaulty:
-            discard(capture.path)
+            captured.discard()
             raise
         if refused is not None:
-            discard(capture.path)
+            captured.discard()
             raise RowFailure(refused.reason, refused.detail)
-        return capture, spooled
+        return captured
 
     async with shop.budget.hold(n_bytes):
         try:
@@ -246,11 +247,11 @@ async def _capture(
                 prefill, Role.CAPTURE, Priority.CAPTURE, len(ids), lambda _: len(ids),
                 response.endpoint,
             )  # fmt: skip
-            capture, spooled = (await shop.dispatcher.run(work)).value
+            captured = (await shop.dispatcher.run(work)).value
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
-        encoded = await shop.encoders.encode(store, rows_of(spooled))
+        encoded = await shop.encoders.encode(store, captured.rows)
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -261,7 +262,7 @@ async def _capture(
                 encoded,
             ),
         )
-        discard(capture.path)
+        captured.discard()
     shop.progress.captured(len(ids), n_bytes)
 
 

@@ -45,7 +45,12 @@ from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
 from datagen.store.states import Encoder
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.preflight import ServerReport, inspect_server, prove_capture
+from datagen.target.preflight import (
+    ServerReport,
+    inspect_server,
+    prove_capture,
+    require_whole_prefills,
+)
 
 MAX_QUEUED_COMMITS = 512
 REFIT_SAMPLES = 8
@@ -137,8 +142,21 @@ class CollectJob:
         probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
         specs = _server_specs(config, clients, servers)
         ensure_descriptors(sum(s.limit or 0 for s in specs))
+        final = None
+        if config.capture.final_endpoint:
+            final = await stack.enter_async_context(
+                SGLangClient(
+                    config.capture.final_endpoint, timeouts=timeouts, api_key=config.api_key
+                )
+            )
+        if config.capture.mode == "json":
+            last = [await inspect_server(final, config.profile)] if final else []
+            for report in [*servers, *last]:
+                require_whole_prefills(report)
         for client in (c for c in clients if config.role(c.url) & Role.CAPTURE):
-            await prove_capture(client, config.profile, probe_ids)
+            await prove_capture(
+                client, config.profile, probe_ids, mode=config.capture.mode, final=final
+            )
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
             assert mix is not None
@@ -169,6 +187,7 @@ class CollectJob:
             progress=job.progress,
             guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),
             context_length=min(s.context_length for s in servers),
+            final=final,
         )
         job._count_sealed()
         return job

@@ -154,8 +154,17 @@ class Server:
             "weight_version": self._model_info["weight_version"],
             "e2e_latency": time.monotonic() - request.arrived,
         }
+        if request.top_logprobs is not None:
+            pairs = list(zip(ids, request.output_logprobs, strict=True))
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[chosen, i, None] for i, (chosen, _) in pairs]
+            if request.top_logprobs:
+                meta["input_top_logprobs"] = []
+                meta["output_top_logprobs"] = [[[p, i, None] for p, i in t] for _, (_, t) in pairs]
         if request.capture_note is not None:
             meta |= {"datagen": [request.capture_note], "hidden_states": []}
+        if request.states is not None:
+            meta["hidden_states"] = [request.states]
         answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
         if request.return_prompt_token_ids:
             answer["prompt_token_ids"] = request.input_ids

@@ -23,7 +23,7 @@ from datagen.embedded.cache import SequenceCache
 from datagen.embedded.capture import SpoolWriter
 from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
-from datagen.embedded.sampling import next_tokens
+from datagen.embedded.sampling import next_tokens, scored
 
 PIECE_TOKENS = 512  # per step: larger packs gain nothing on a CPU and stall running requests
 CACHE_TOKENS = 65536  # of all running requests, at their longest: 3 GB for the shipped model
@@ -208,10 +208,13 @@ class Engine:
 
     def _publish(self, job: _Job) -> None:
         request = job.request
+        rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
+        if request.states_in_answer:
+            request.states = rows_TW.to(torch.bfloat16).tolist()  # the spool's precision
+            return
         if self.spool is None or request.params.max_new_tokens != 1:
             request.capture_note = {"error": "ValueError: capture needs max_new_tokens: 1"}
             return
-        rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
         request.capture_note = self.spool.publish(request.rid, request.input_ids, rows_TW)
 
     def _decode(self) -> None:
@@ -228,10 +231,14 @@ class Engine:
             [len(j.request.output_ids) for j in jobs],
         )
         left: set[int] = set()
-        for job, token in zip(jobs, tokens, strict=True):
+        for row, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
             if job.request.params.max_new_tokens > 0:
                 job.request.output_ids.append(token)
                 self.generated_tokens += 1
+                if (top := job.request.top_logprobs) is not None:
+                    job.request.output_logprobs.append(
+                        scored(logits_BV[row], job.request.params, token, top)
+                    )
             reason = self._reason(job.request, token)
             if reason is None and job.request.capture:
                 reason = {"type": "length", "length": len(job.request.output_ids)}

@@ -272,6 +272,27 @@ class SGLangClient:
         except (KeyError, TypeError, ValueError, IndexError) as e:
             raise RowFailure("capture_malformed", f"{type(e).__name__}: {e}") from e
 
+    async def capture_states(self, input_ids: Sequence[int], *, rid: str) -> NDArray[np.float32]:
+        """Prefill `input_ids` and have the hidden states in the answer: float32 [rows, width].
+
+        As many rows as the server kept, which is to be checked. Raises as `capture`.
+        """
+        body = {
+            "rid": rid,
+            "extra_key": rid,
+            "input_ids": list(input_ids),
+            "return_hidden_states": True,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+        }
+        answer = await self._row(body, rid)
+        try:
+            states_TW = np.asarray(answer["meta_info"]["hidden_states"][0], dtype=np.float32)
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise RowFailure("capture_malformed", f"hidden_states: {type(e).__name__}: {e}") from e
+        if states_TW.ndim != 2:
+            raise RowFailure("capture_malformed", f"hidden_states of shape {states_TW.shape}")
+        return states_TW
+
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
         try:
