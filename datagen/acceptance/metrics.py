@@ -211,12 +211,11 @@ def _interval(
         return Interval(value, None, None, n)
     generator = np.random.default_rng(seed)
     block = max(1, BLOCK // n)
-    found = np.concatenate(
-        [
-            statistic(table_CN[:, generator.integers(0, n, (min(block, RESAMPLES - i), n))].sum(2))
-            for i in range(0, RESAMPLES, block)
-        ]
-    )
+    sums = []
+    for start in range(0, RESAMPLES, block):
+        drawn = generator.integers(0, n, (min(block, RESAMPLES - start), n), dtype=np.uint32)
+        sums.append(np.stack([column.take(drawn).sum(axis=1) for column in table_CN]))
+    found = statistic(np.concatenate(sums, axis=1))
     tail = NormalDist().cdf(-student_t((1 + LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1)))
     low, high = np.quantile(found, [tail, 1 - tail])
     return Interval(value, float(low), float(high), n)
