@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,9 @@ class Counts:
     """What the verify steps of one sample did.
 
     tokens      delivered by verify steps: R - 1 of R response tokens, less what retractions added
-    eligible    per draft position, steps in which the token to compare with exists
-    accepted    per draft position, eligible steps in which this draft and all before it were accepted
+    eligible    per draft position, steps in which the token to compare with exists and all drafts
+                before it were accepted
+    accepted    per draft position, those of them in which this draft was accepted too
     tags        slice -> value, e.g. source, category, language
     distinct    share of distinct 4-grams in the response
     """
@@ -118,11 +119,7 @@ def compare(a: Iterable[Counts], b: Iterable[Counts], *, seed: int = 0) -> Compa
 
 
 def conditional_acceptance(samples: Iterable[Counts]) -> list[float | None]:
-    """a_j of each draft position, over the steps visited; None where no step was eligible.
-
-    a_j is (steps with a >= j) / (eligible steps with a >= j-1). A step that is eligible at j and
-    accepted j-1 was eligible at j-1 too.
-    """
+    """a_j of each draft position, over the steps visited; None where no step was eligible."""
     rows = [s for s in samples if s.eligible]
     depth = max((len(s.eligible) for s in rows), default=0)
     eligible = [sum(s.eligible[j] for s in rows if j < len(s.eligible)) for j in range(depth)]
@@ -155,7 +152,7 @@ def slices(samples: Sequence[Counts], *, seed: int = 0) -> dict[str, dict[str, I
     }
 
 
-def distinct_n(ids: Sequence[int] | NDArray[np.int32], n: int = 4) -> float:
+def distinct_n(ids: Sequence[int] | NDArray[Any], n: int = 4) -> float:
     """Distinct n-grams / n-grams of one response: 1 without repetition; 1 when shorter than n."""
     tokens = [int(i) for i in ids]
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

@@ -1,0 +1,1 @@
+"""The EAGLE-3 drafter: its model, its loss, its checkpoints, and its training on captured states."""
