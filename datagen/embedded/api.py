@@ -61,7 +61,9 @@ class Server:
     async def server_info(self, _: web.Request) -> web.Response:
         """Flat arguments, as SGLang gives them, and the load."""
         running, queued = self._engine.load
-        state = {"num_running_reqs": running, "num_queue_reqs": queued}
+        state: dict[str, Any] = {"num_running_reqs": running, "num_queue_reqs": queued}
+        if (mean := self._engine.mean_accept_length) is not None:
+            state["avg_spec_accept_length"] = mean
         return _json({**self._info, "internal_states": [state]})
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -139,6 +141,10 @@ class Server:
             "weight_version": self._model_info["weight_version"],
             "e2e_latency": time.monotonic() - request.arrived,
         }
+        if request.spec is not None:
+            meta |= request.spec.meta_info(len(ids))
+            if request.return_steps:
+                meta["datagen_spec_steps"] = request.spec.steps
         if request.capture_note is not None:
             meta |= {"datagen": [request.capture_note], "hidden_states": []}
         answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datagen.embedded.sampling import SamplingParams
+from datagen.embedded.speculate import SpecCounts
 
 KNOWN_PARAMS = set(SamplingParams.__dataclass_fields__) | {"custom_params"}
 # clients of SGLang send them; taken only with the value that changes nothing
@@ -34,6 +35,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     capture_note: dict[str, Any] | None = None
+    spec: SpecCounts | None = None
+    return_steps: bool = False
 
 
 def parse_generate(
@@ -87,6 +90,7 @@ def parse_generate(
                 capture=bool(wants) and isinstance(custom, dict) and bool(custom.get("datagen")),
                 return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
                 arrived=now,
+                return_steps=isinstance(custom, dict) and bool(custom.get("spec_steps")),
             )
         )
         if wants and not requests[-1].capture:

@@ -13,11 +13,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from datagen.drafter.attention import attention_for
 from datagen.drafter.config import DrafterConfig
-from datagen.drafter.model import Drafter, unrolled
+from datagen.drafter.model import Drafter
 from datagen.drafter.rope import Rope
-from datagen.drafter.rows import Sample, pack
+from datagen.drafter.rows import Sample
+from tests.acceptance.briefly import trained_briefly
 
 HIDDEN, VOCAB, DRAFT_VOCAB, BOUNDARIES = 32, 64, 52, (1, 2, 3)
 TRAINED_PROMPTS = 10
@@ -74,26 +74,8 @@ def trained_pair() -> tuple[Target, Drafter]:
         hidden_size=HIDDEN, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
         vocab_size=VOCAB, draft_vocab_size=DRAFT_VOCAB, rope=Rope(10_000.0), max_positions=256,
     )  # fmt: skip
-    drafter = Drafter(config)
-    drafter.initialise(3)
-    counts = torch.bincount(torch.tensor(texts)[:, 5:].flatten(), minlength=VOCAB)
-    known = counts.argsort(descending=True, stable=True)[:DRAFT_VOCAB].sort().values
-    drafter.d2t.copy_(known - torch.arange(DRAFT_VOCAB))
-    drafter.t2d[known] = True
-    to_draft = torch.full((VOCAB + 1,), -1)
-    to_draft[known] = torch.arange(DRAFT_VOCAB)
-    batch = pack(samples, 3).to(torch.device("cpu"), torch.float32)
-    labels_AK = to_draft[batch.labels_AK]  # NO_LABEL is -1: the last entry, which is -1 too
-    attention = attention_for(batch, "eager", torch.device("cpu"))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-    for _ in range(45):
-        h_AKH = unrolled(drafter, batch, target.embed_VH.float(), attention, 3)
-        logits = drafter.lm_head(drafter.norm(h_AKH))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels_AK.flatten(), ignore_index=-1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return target, drafter.double().eval()
+    drafter = trained_briefly(config, samples, target.embed_VH, rounds=45, lr=4e-3)
+    return target, drafter.double()
 
 
 @dataclass
