@@ -70,6 +70,10 @@ class ServiceFailed(DatagenError):
     """A background process of `make up` cannot start, or its port is another's."""
 
 
+class TrainingFailed(DatagenError):
+    """A fine-tune cannot begin or go on: what it sees says that its weights would be worthless."""
+
+
 class Interrupted(DatagenError):
     """The run was stopped on request; everything finished is on disk."""
 

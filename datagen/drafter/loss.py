@@ -13,17 +13,19 @@ Shape suffixes: P trained pairs, A query rows, K depths, U draft vocabulary, H h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from datagen.drafter.rows import NO_LABEL, Batch
+from datagen.drafter.settings import LossKind
 from datagen.drafter.target import Target
 
-LossKind = Literal["kl", "lk", "ce"]
 CHUNK = 2048
 
 
@@ -79,15 +81,17 @@ def pairs_of(batch: Batch, goal: Goal, draft_ids: Tensor, kind: LossKind) -> Pai
 
 
 def pair_losses(
-    h_PH: Tensor, head_UH: Tensor, goal: Goal, pairs: Pairs, weight_P: Tensor, kind: LossKind
-) -> tuple[Tensor, Tensor, Tensor]:
+    h_PH: Tensor, head_UH: Tensor, goal: Goal, pairs: Pairs, weight_P: Tensor, kind: LossKind,
+    *, compiled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(weighted sum, loss of each pair [P], draft argmax [P]); only the first carries a gradient.
 
     `h_PH`: after the norm. `weight_P`: what a pair's loss counts in the sum.
     """
     total, loss_P, choice_P = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        h_PH, head_UH, goal.logits_AU, pairs.target_P, pairs.draft_label_P, weight_P, kind
-    )
+        h_PH, head_UH, goal.logits_AU, pairs.target_P, pairs.draft_label_P, weight_P, kind,
+        compiled,
+    )  # fmt: skip
     return total, loss_P, choice_P
 
 
@@ -95,7 +99,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, h_PH: Tensor, head_UH: Tensor, logits_AU: Tensor | None, target_P: Tensor,
-        label_P: Tensor, weight_P: Tensor, kind: LossKind,
+        label_P: Tensor, weight_P: Tensor, kind: LossKind, compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wanted = any(ctx.needs_input_grad[:2])
         weight_UH = head_UH.to(h_PH.dtype)
@@ -107,7 +111,7 @@ class _HeadLoss(torch.autograd.Function):
             logits_CU = F.linear(h_PH[z], weight_UH).float()
             choices.append(logits_CU.argmax(dim=-1))
             goal_CU = None if logits_AU is None else logits_AU[target_P[z]]
-            loss_C, slope_CU = divergence(logits_CU, goal_CU, label_P[z], kind)
+            loss_C, slope_CU = _divergence(compiled)(logits_CU, goal_CU, label_P[z], kind)
             losses.append(loss_C)
             if grad_PH is not None and grad_UH is not None:
                 slope_CU = (slope_CU * weight_P[z, None]).to(h_PH.dtype)
@@ -125,7 +129,22 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_PH, grad_UH = ctx.saved_tensors
         scale = grads[0]
-        return grad_PH * scale.to(grad_PH.dtype), grad_UH * scale, None, None, None, None, None
+        return (
+            grad_PH * scale.to(grad_PH.dtype),
+            grad_UH * scale,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+@cache
+def _divergence(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Fused where compiled: a chunk's logits are then read a few times instead of a dozen."""
+    return torch.compile(divergence, dynamic=True) if compiled else divergence
 
 
 def divergence(

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from datagen.drafter.loss import Goal, LossKind, divergence, goal_of, pair_losses, pairs_of
+from datagen.drafter.loss import Goal, divergence, goal_of, pair_losses, pairs_of
 from datagen.drafter.metrics import Acceptance, measure
 from datagen.drafter.model import unrolled
 from datagen.drafter.rows import pack
+from datagen.drafter.settings import LossKind
 from datagen.drafter.target import LogitRule
 from tests.drafter.small import U, V, drafter, eager, sample, target, vocab
 

@@ -1,0 +1,88 @@
+"""The loss of one micro-batch, as a module that DDP can wrap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from datagen.drafter.attention import attention_for
+from datagen.drafter.dataset import FinalNorm
+from datagen.drafter.loss import Goal, goal_of, pair_losses, pairs_of
+from datagen.drafter.model import Drafter, unrolled
+from datagen.drafter.rows import Batch
+from datagen.drafter.settings import TrainConfig
+from datagen.drafter.target import Target
+from datagen.drafter.vocab import DraftVocab
+
+
+@dataclass(slots=True)
+class Sums:
+    """By depth: summed loss, trained pairs, hits among them [3, K]; and rows whose loss is no number."""
+
+    table_3K: Tensor
+    bad_A: Tensor
+
+
+class StepLoss(nn.Module):
+    """`forward(batch, weight_K)`: (sum over pairs of weight[depth] x loss, Sums)."""
+
+    def __init__(
+        self, drafter: Drafter, target: Target, vocab: DraftVocab, config: TrainConfig, *,
+        final_norm: FinalNorm, attention: str, compiled: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.drafter = drafter
+        self._target, self._config = target, config
+        self._final_norm, self._attention, self._compiled = final_norm, attention, compiled
+        device = target.embed_VH.device
+        # Plain attributes, not buffers: none of it is the drafter's, or to be sent between ranks.
+        self._t2d_V = vocab.t2d.to(device)
+        self._draft_ids_V = vocab.draft_ids.to(device)
+        self._head_UH = target.draft_head(torch.from_numpy(vocab.target_ids_U).to(device))
+
+    def forward(self, batch: Batch, weight_K: Tensor) -> tuple[Tensor, Sums]:
+        config, drafter = self._config, self.drafter
+        attend = attention_for(batch, self._attention, batch.tokens_M.device)
+        h_AKH = unrolled(drafter, batch, self._target.embed_VH, attend, config.depths)
+        if config.loss == "ce":
+            goal = Goal(None, None)
+        else:
+            goal = goal_of(
+                batch, self._target, self._head_UH, t2d_V=self._t2d_V,
+                final_norm=self._final_norm, drop_outside=config.drop_outside,
+            )  # fmt: skip
+        pairs = pairs_of(batch, goal, self._draft_ids_V, config.loss)
+        h_PH = drafter.norm(h_AKH[pairs.row_P, pairs.depth_P])
+        total, loss_P, choice_P = pair_losses(
+            h_PH, drafter.lm_head.weight, goal, pairs, weight_K[pairs.depth_P], config.loss,
+            compiled=self._compiled,
+        )  # fmt: skip
+        with torch.no_grad():
+            values_P3 = torch.stack(
+                [loss_P, torch.ones_like(loss_P), (choice_P == pairs.draft_label_P).float()], dim=1
+            )
+            table_K3 = torch.zeros(config.depths, 3, device=loss_P.device)
+            table_K3.index_add_(0, pairs.depth_P, values_P3)
+            bad_A = torch.zeros(len(h_AKH), dtype=torch.bool, device=loss_P.device)
+            bad_A[pairs.row_P[~loss_P.isfinite()]] = True
+        return total, Sums(table_K3.t(), bad_A)
+
+
+def depth_weights(
+    config: TrainConfig, rows: tuple[int, ...], tokens: int, device: torch.device
+) -> Tensor:
+    """float32 [K]: what a pair of each depth counts, for a step of `rows` trained rows and `tokens`.
+
+    Of the whole optimizer step, so that neither packing, accumulation nor ranks change the loss.
+    """
+    size = [tokens] * len(rows) if config.normalise == "positions" else [max(1, r) for r in rows]
+    weights = [config.decay**k / n for k, n in enumerate(size)]
+    return torch.tensor(weights, dtype=torch.float32, device=device)
+
+
+def bad_samples(batch: Batch, bad_A: Tensor) -> list[str]:
+    """Samples with a row whose loss is no number."""
+    parts = torch.split(bad_A.cpu(), list(batch.active))
+    return [s for s, part in zip(batch.sample_ids, parts, strict=True) if bool(part.any())]
