@@ -287,3 +287,29 @@ def _causal(q_AQD: Tensor, k_TJD: Tensor, v_TJD: Tensor, t_A: Tensor) -> tuple[T
         out.permute(2, 0, 1, 3).reshape(n_q, heads, size),
         lse.permute(2, 0, 1).reshape(n_q, heads),
     )
+
+
+def as_ids(ids: Sequence[int]) -> Tensor:
+    """Token ids as a sample holds them."""
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises MeasurementError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except RuntimeError as e:
+        raise MeasurementError(f"no device '{name}'", fix="use auto, cpu or cuda") from e
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise MeasurementError("CUDA is not available here", fix="use --device cpu")
+    return found
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """float32 or bfloat16. Raises MeasurementError."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise MeasurementError(f"unknown dtype '{name}'", fix=f"use {' or '.join(dtypes)}")
+    return dtypes[name]
