@@ -109,8 +109,12 @@ class BreakEven:
     measured: tuple[Measured, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values; K as a string where it is a key."""
+        plain = asdict(self)
+        for requirement in plain["requirements"]:
+            by_steps = requirement["acceptance_by_steps"]
+            requirement["acceptance_by_steps"] = {str(k): p for k, p in by_steps.items()}
+        return plain
 
 
 def break_even(
