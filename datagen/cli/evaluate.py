@@ -26,8 +26,9 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 as an engine.")] = "float32",
     target: Annotated[str, typer.Option(help="The target's profile; empty: the run's.")] = "",
     target_weights: Annotated[str, typer.Option(help="The target's checkpoint directory.")] = "",
-    live: Annotated[str, typer.Option(help="URL of a server with the drafter.")] = "",
+    live: Annotated[str, typer.Option(help="URL of a server with the drafter, or: embedded.")] = "",
     baseline_url: Annotated[str, typer.Option(help="URL of the same without it.")] = "",
+    live_dtype: Annotated[str, typer.Option(help="Of embedded servers.")] = "bfloat16",
     concurrencies: Annotated[str, typer.Option(help="Of the live sitting: 1,8,32")] = "1",
     rounds: Annotated[int, typer.Option(help="Passes per server and concurrency.")] = 2,
     live_prompts: Annotated[int, typer.Option(help="Prompts of the sitting.")] = 50,
@@ -43,7 +44,8 @@ def evaluate(
     config = evaluate_config(
         manifest=manifest, drafter=drafter, against=against, name=name, steps=steps, split=split,
         limit=limit, device=device, dtype=dtype, target=target, target_weights=target_weights,
-        live=live, baseline_url=baseline_url, concurrencies=concurrencies, rounds=rounds,
+        live=live, live_dtype=live_dtype, baseline_url=baseline_url, concurrencies=concurrencies,
+        rounds=rounds,
         live_prompts=live_prompts, baseline=baseline, cycle_ms=cycle_ms, targets=targets,
     )  # fmt: skip
     result = evaluate_job(

@@ -10,6 +10,8 @@ from pydantic import Field
 from datagen.errors import ConfigError
 from datagen.strict import StrictModel, parse
 
+EMBEDDED = "embedded"
+
 
 class EvaluateConfig(StrictModel):
     """Everything that `datagen evaluate` needs."""
@@ -28,6 +30,8 @@ class EvaluateConfig(StrictModel):
     device: str = "auto"
     dtype: str = "float32"
     live: str | None = None
+    """URL of a server with the drafter, or `embedded`: both servers are started here."""
+    live_dtype: str = "bfloat16"
     baseline_url: str | None = None
     concurrencies: tuple[int, ...] = (1,)
     rounds: int = Field(default=2, ge=1)
@@ -62,10 +66,10 @@ def evaluate_config(
     checkpoint = Path(drafter) if drafter else path.parent / "drafter" / "finetuned" / "final"
     if (checkpoint / "final" / "config.json").exists():
         checkpoint = checkpoint / "final"
-    if bool(live) != bool(baseline_url):
+    if live != EMBEDDED and bool(live) != bool(baseline_url):
         raise ConfigError(
             "a live measurement needs two servers: with the drafter, and without",
-            fix="give --live and --baseline-url",
+            fix="give --live and --baseline-url, or --live embedded",
         )
     if bool(baseline) != bool(cycle_ms):
         raise ConfigError("break-even needs both figures", fix="give --baseline and --cycle-ms")

@@ -7,6 +7,9 @@ it. Replay needs no target; a live sitting needs two servers of it, one with the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,9 +28,10 @@ from datagen.acceptance.metrics import (
     predicted_accept_len,
     slices,
 )
+from datagen.acceptance.servers import free_port, launched
 from datagen.acceptance.verdict import judged
 from datagen.errors import MeasurementError
-from datagen.evaluate.config import EvaluateConfig
+from datagen.evaluate.config import EMBEDDED, EvaluateConfig
 from datagen.evaluate.subject import (
     Notify,
     digest_of,
@@ -128,11 +132,12 @@ class _Job:
             }  # fmt: skip
             self.notify(f"against {config.against}: {comparison}")
         speed = None
-        if config.live and config.baseline_url:
-            live = self._live()
+        if config.live:
+            with self._servers() as (baseline_url, live_url):
+                live = self._live(baseline_url, live_url)
+                report["parity"] = self._parity(live, baseline_url)
             speed = live.speeds[0]
             report["live"] = live.as_dict()
-            report["parity"] = self._parity(live)
         verdict = judged(
             found, steps=config.steps, baseline=config.baseline, cycle_ms=config.cycle_ms,
             measured=speed,
@@ -191,7 +196,35 @@ class _Job:
 
     # -- live ----------------------------------------------------------------------------------
 
-    def _live(self) -> LiveReport:
+    @contextlib.contextmanager
+    def _servers(self) -> Iterator[tuple[str, str]]:
+        """URLs without and with the drafter: as given, or the embedded target started twice."""
+        config = self.config
+        if config.live != EMBEDDED:
+            yield str(config.baseline_url), str(config.live)
+            return
+        profile = load_profile(config.target or str(self.manifest.target["profile"]))
+        if not profile.embedded:
+            raise MeasurementError(
+                f"{profile.name} is not the embedded target", where=config.manifest,
+                fix="give --live and --baseline-url",
+            )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            urls = []
+            more = ["--drafter", str(config.drafter), "--draft-steps", str(config.steps)]
+            for name, arguments in (("baseline", []), ("speculative", more)):
+                port = free_port()
+                command = [
+                    sys.executable, "-m", "datagen.cli", "serve", "--port", str(port),
+                    "--spool-dir", f"{folder}/{name}", "--dtype", config.live_dtype, *arguments,
+                ]  # fmt: skip
+                url = f"http://127.0.0.1:{port}"
+                urls.append(
+                    stack.enter_context(launched(command, url, log=Path(folder) / f"{name}.log"))
+                )
+            yield urls[0], urls[1]
+
+    def _live(self, baseline_url: str, live_url: str) -> LiveReport:
         from datagen.acceptance.live import LivePrompt, measure
 
         config = self.config
@@ -206,7 +239,7 @@ class _Job:
             )  # fmt: skip
         report = asyncio.run(
             measure(
-                str(config.baseline_url), str(config.live), prompts,
+                baseline_url, live_url, prompts,
                 stop_token_ids=self.source.info.stop_token_ids,
                 concurrencies=config.concurrencies, rounds=config.rounds,
             )
@@ -215,18 +248,18 @@ class _Job:
         if served != config.steps:
             raise MeasurementError(
                 f"the server drafts {served} tokens a cycle, replay {config.steps}",
-                where=config.live,
+                where=live_url,
                 fix=f"give --steps {served}",
             )
         self.notify(f"live: accept_len {report.accept_len}, {report.speeds[0].speedup:.2f}x")
         return report
 
-    def _parity(self, live: LiveReport) -> dict[str, Any]:
+    def _parity(self, live: LiveReport, url: str) -> dict[str, Any]:
         """Replay of the speculative run's own outputs, captured afterwards, against its counts."""
         from datagen.acceptance.parity import captured_outputs
 
         profile = load_profile(self.config.target or str(self.manifest.target["profile"]))
-        found = asyncio.run(captured_outputs(str(self.config.baseline_url), live.outputs, profile))
+        found = asyncio.run(captured_outputs(url, live.outputs, profile))
         runner, _ = self._runner(self.config.drafter)
         ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
         theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
