@@ -16,6 +16,15 @@ INIT ?=
 TARGET_WEIGHTS ?=
 EPOCHS ?= 1
 
+# What to evaluate: draft tokens a cycle; a server with the drafter and one without (LIVE=embedded starts both).
+DRAFTER ?=
+STEPS ?= 3
+LIVE ?= $(if $(EMBEDDED),embedded)
+BASELINE_URL ?=
+# A laptop's budget for `make pipeline`; a real target wants the defaults of `datagen finetune`.
+TRAIN_STEPS ?= 40
+DRAFT_VOCAB ?= $(if $(EMBEDDED),8000,0)
+
 # Where things run. Two checkouts on one machine need different ports.
 PYTHON ?= python3
 PREFECT_PORT ?= 4331
@@ -33,7 +42,7 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup up down shards finetune status verify ui test test-slow test-sglang lint clean
+.PHONY: help setup up down shards finetune evaluate pipeline report status verify ui test test-slow test-sglang lint clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -77,6 +86,27 @@ finetune: $(TRAIN) ## Fine-tune a drafter on what RUN collected; resumes itself
 	  -p manifest='"$(RUNS_DIR)/$(RUN)/manifest.json"' -p init='"$(INIT)"' \
 	  -p target_weights='"$(TARGET_WEIGHTS)"' -p epochs=$(EPOCHS)
 	@echo "Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
+
+evaluate: $(STAMP) ## Measure RUN's drafter on held-out prompts, and say whether it pays
+	@$(SERVICES) up --no-target
+	@$(BIN)/prefect deployment run evaluate/heldout --watch \
+	  -p manifest='"$(RUNS_DIR)/$(RUN)/manifest.json"' -p drafter='"$(DRAFTER)"' -p steps=$(STEPS) \
+	  -p target_weights='"$(TARGET_WEIGHTS)"' -p live='"$(LIVE)"' -p baseline_url='"$(BASELINE_URL)"'
+	@echo "report: $(RUNS_DIR)/$(RUN)/report.html"
+
+pipeline: up ## Prompts to verdict: collect RUN, fine-tune, evaluate, report
+	@$(BIN)/prefect deployment run pipeline/full --watch \
+	  -p run='"$(RUN)"' -p mix='"$(MIX)"' -p target='"$(TARGET)"' -p endpoints='"$(URLS)"' \
+	  -p limit=$(LIMIT) -p runs_dir='"$(RUNS_DIR)"' -p init='"$(INIT)"' \
+	  -p target_weights='"$(TARGET_WEIGHTS)"' -p epochs=$(EPOCHS) -p max_steps=$(TRAIN_STEPS) \
+	  -p draft_vocab=$(DRAFT_VOCAB) -p steps=$(STEPS) -p live='"$(LIVE)"' \
+	  -p baseline_url='"$(BASELINE_URL)"'$(if $(EMBEDDED), -p batch_tokens=1536 -p depths=3 \
+	  -p learning_rate=0.0005 -p live_prompts=12)
+	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
+	@echo "report: $(RUNS_DIR)/$(RUN)/report.html   Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
+
+report: $(STAMP) ## Write RUN's report.html and report.md from what is on disk
+	@$(BIN)/datagen report "$(RUN)" --runs-dir "$(RUNS_DIR)"
 
 status: $(STAMP) ## Show the services, and how far RUN is
 	@$(SERVICES) status

@@ -96,3 +96,7 @@ class TrainingFailed(DatagenError):
 
 class Interrupted(DatagenError):
     """The run was stopped on request; everything finished is on disk."""
+
+
+class MeasurementError(DatagenError):
+    """A measurement cannot be made, or cannot mean what it is asked for."""

@@ -26,7 +26,9 @@ from prefect.types.entrypoint import EntrypointType
 
 from datagen.errors import DatagenError, PrefectUnavailable
 from flows.collect import datagen
+from flows.evaluate import evaluate
 from flows.finetune import finetune
+from flows.pipeline import pipeline
 from flows.services import SERVING
 
 SILENT_AFTER = timedelta(seconds=120)
@@ -106,7 +108,23 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
         ),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    return [collect, train]
+    heldout = await evaluate.ato_deployment(
+        name="heldout",
+        description="A manifest and a drafter in, accept_len and a verdict out.",
+        tags=["datagen"],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    full = await pipeline.ato_deployment(
+        name="full",
+        description="Prompts in, the answer out: collect, finetune, evaluate, report.",
+        tags=["datagen"],
+        parameters=parameters,
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+        ),
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return [collect, train, heldout, full]
 
 
 async def serve(endpoints: str) -> None:

@@ -190,11 +190,20 @@ def free_port() -> int:
 class TargetProcess:
     """A real server process that can be killed and started again on its port."""
 
-    def __init__(self, target: str, *, port: int, spool: Path, dtype: str, log: Path) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        port: int,
+        spool: Path,
+        dtype: str,
+        log: Path,
+        more: tuple[str, ...] = (),
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [
             sys.executable, "-m", "datagen.cli", "serve", "--target", target, "--port", str(port),
-            "--dtype", dtype, "--spool-dir", str(spool), "--threads", "1",
+            "--dtype", dtype, "--spool-dir", str(spool), "--threads", "1", *more,
         ]  # fmt: skip
         if target != "smollm2":
             self._command += ["--boundaries", ",".join(map(str, BOUNDARIES))]
@@ -228,15 +237,22 @@ class TargetProcess:
 
 @contextmanager
 def serving(
-    target: str, folder: Path, *, dtype: str = "float32", port: int | None = None
+    target: str,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    port: int | None = None,
+    name: str = "target",
+    more: tuple[str, ...] = (),
 ) -> Iterator[TargetProcess]:
-    """A running target process, ended on exit."""
+    """A running target process, ended on exit. `name`: of its log; `more`: further arguments."""
     process = TargetProcess(
         target,
         port=port or free_port(),
-        spool=folder / "spool",
+        spool=folder / ("spool" if name == "target" else f"spool-{name}"),
         dtype=dtype,
-        log=folder / "target.log",
+        log=folder / f"{name}.log",
+        more=more,
     )
     process.start()
     try:

@@ -1,20 +1,25 @@
 """The command line. Every error is one line and an exit code."""
 
 from datagen.cli import (
+    breakeven,
     commands,
+    evaluate,
     export,
     finetune,
     inspect,
     launch,
     plan,
     repair,
+    report,
     retry,
     spool,
 )
 from datagen.cli.app import main
 
 __all__ = [
+    "breakeven",
     "commands",
+    "evaluate",
     "export",
     "finetune",
     "inspect",
@@ -22,6 +27,7 @@ __all__ = [
     "main",
     "plan",
     "repair",
+    "report",
     "retry",
     "spool",
 ]

@@ -35,6 +35,8 @@ def serve(
     spool_dir: Annotated[str, typer.Option(help="Where captures are published.")] = "",
     boundaries: Annotated[str, typer.Option(help="Layers to capture, e.g. 2,15,27.")] = "",
     max_running_requests: Annotated[int, typer.Option(help="Requests decoded together.")] = 32,
+    drafter: Annotated[str, typer.Option(help="A drafter checkpoint to speculate with.")] = "",
+    draft_steps: Annotated[int, typer.Option(help="Tokens drafted per verify cycle.")] = 3,
 ) -> None:
     """Serve the embedded target: SGLang's API over a real small model, on this CPU."""
     # libgomp reads this when torch loads it. Threads that spin for long between kernels take the core
@@ -51,6 +53,8 @@ def serve(
         spool_dir=Path(spool_dir) if spool_dir else None,
         boundaries=tuple(int(b) for b in boundaries.split(",")) if boundaries else None,
         max_running_requests=max_running_requests,
+        drafter=Path(drafter) if drafter else None,
+        draft_steps=draft_steps,
     )
 
 

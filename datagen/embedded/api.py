@@ -62,7 +62,9 @@ class Server:
     async def server_info(self, _: web.Request) -> web.Response:
         """Flat arguments, as SGLang gives them, and the load."""
         running, queued = self._engine.load
-        state = {"num_running_reqs": running, "num_queue_reqs": queued}
+        state: dict[str, Any] = {"num_running_reqs": running, "num_queue_reqs": queued}
+        if (mean := self._engine.mean_accept_length) is not None:
+            state["avg_spec_accept_length"] = mean
         return _json({**self._info, "internal_states": [state]})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -154,13 +156,17 @@ class Server:
             "weight_version": self._model_info["weight_version"],
             "e2e_latency": time.monotonic() - request.arrived,
         }
-        if request.top_logprobs is not None:
+        if request.top_logprobs is not None and request.spec is None:
             pairs = list(zip(ids, request.output_logprobs, strict=True))
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[chosen, i, None] for i, (chosen, _) in pairs]
             if request.top_logprobs:
                 meta["input_top_logprobs"] = []
                 meta["output_top_logprobs"] = [[[p, i, None] for p, i in t] for _, (_, t) in pairs]
+        if request.spec is not None:
+            meta |= request.spec.meta_info(len(ids))
+            if request.return_steps:
+                meta["datagen_spec_steps"] = request.spec.steps
         if request.capture_note is not None:
             meta |= {"datagen": [request.capture_note], "hidden_states": []}
         if request.states is not None:

@@ -36,6 +36,10 @@ class SequenceCache:
         grown[:, :, : self.length] = self._held[:, :, : self.length]
         self._held = grown
 
+    def forget(self, length: int) -> None:
+        """Keep the first `length` tokens: what follows is written over."""
+        self.length = length
+
     def layer(self, number: int) -> Tensor:
         """[2K, capacity, D] of one layer, to read and write."""
         return self._held[number]

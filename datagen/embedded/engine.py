@@ -24,6 +24,7 @@ from datagen.embedded.capture import SpoolWriter
 from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
 from datagen.embedded.sampling import next_tokens, scored
+from datagen.embedded.speculate import DraftState, SpecCounts, Speculator, verified
 
 PIECE_TOKENS = 512  # per step: larger packs gain nothing on a CPU and stall running requests
 CACHE_TOKENS = 65536  # of all running requests, at their longest: 3 GB for the shipped model
@@ -37,6 +38,7 @@ class _Job:
     cache: SequenceCache | None = None
     n_read: int = 0  # prompt tokens prefilled so far
     rows: list[torch.Tensor] = field(default_factory=list)  # captured so far, a piece each
+    draft: DraftState | None = None
 
     @property
     def n_next(self) -> int:
@@ -61,8 +63,14 @@ class Engine:
         context_length: int,
         spool: SpoolWriter | None,
         on_death: Callable[[BaseException], None],
+        speculator: Speculator | None = None,
+        boundaries: tuple[int, ...] = (),
     ) -> None:
+        """`boundaries`: what captures keep and the drafter is fed; the spool's where there is one."""
         self.model, self.tokenizer, self.spool = model, tokenizer, spool
+        self.speculator = speculator
+        self._boundaries = spool.boundaries if spool else boundaries
+        self._verified = self._accepted = 0
         self.max_running, self.context_length = max_running, context_length
         self._exact = model.dtype == torch.float32
         self._inbox: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
@@ -106,6 +114,11 @@ class Engine:
         """Share of the cache that what runs may come to fill."""
         return sum(j.most_tokens for j in list(self._running)) / CACHE_TOKENS
 
+    @property
+    def mean_accept_length(self) -> float | None:
+        """Tokens per verify step since the start, before cuts; None without a drafter or a step."""
+        return 1 + self._accepted / self._verified if self._verified else None
+
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -119,7 +132,9 @@ class Engine:
             self._receive(block=not (self._waiting or self._reading or self._running))
             if pack := self._next_pack():
                 self._prefill(pack)
-            if self._running:
+            if self._running and self.speculator:
+                self._speculate(self.speculator)
+            elif self._running:
                 self._decode()
         self._receive(block=False)
         for job in [*self._running, *self._reading, *self._waiting]:
@@ -182,19 +197,21 @@ class Engine:
             ):
                 job.cache = SequenceCache(self.model.config, len(job.request.input_ids) + 1)
             pieces.append(piece)
-        keeps_rows = any(j.request.capture for j in pack)
+        keeps_rows = self.speculator is not None or any(j.request.capture for j in pack)
         out = self.model.prefill(
             pieces,
             caches=[j.cache for j in pack],
-            boundaries=self.spool.boundaries if keeps_rows and self.spool else None,
+            boundaries=self._boundaries if keeps_rows and self._boundaries else None,
         )
         start = 0
         for job, piece in zip(pack, pieces, strict=True):
-            if job.request.capture and out.rows_NW is not None:
+            if (job.request.capture or self.speculator) and out.rows_NW is not None:
                 job.rows.append(out.rows_NW[start : start + len(piece)])
             start += len(piece)
             job.n_read += len(piece)
             self.prompt_tokens += len(piece)
+            if not job.request.capture and job.n_read < len(job.request.input_ids):
+                self._read_prompt(job, job.request.input_ids[job.n_read])
         ended = [i for i, j in enumerate(pack) if j.n_read == len(j.request.input_ids)]
         self._reading = [j for j in pack if j.n_read < len(j.request.input_ids)]
         if not ended:
@@ -205,6 +222,80 @@ class Engine:
         begun = [pack[i] for i in ended]
         self._running += [j for j in begun if not j.request.capture]
         self._extend(begun, self.model.logits(out.last_BH[ended]))
+        if self.speculator:
+            still = {id(j) for j in self._running}
+            for job in begun:
+                if id(job) in still:
+                    self._read_prompt(job, job.request.output_ids[0])
+
+    def _read_prompt(self, job: _Job, following: int) -> None:
+        """The drafter reads the last piece of the prompt; `following` is the token after it."""
+        if self.speculator is None:
+            return
+        if job.draft is None:
+            job.draft = self.speculator.begin()
+            job.request.spec = SpecCounts(self.speculator.steps)
+        [rows_TW] = job.rows
+        job.rows.clear()
+        ids = [*job.request.input_ids[job.n_read - len(rows_TW) + 1 : job.n_read], following]
+        self.speculator.read([job.draft], [self._features(rows_TW)], [ids])
+
+    def _features(self, rows_TW: torch.Tensor) -> torch.Tensor:
+        """The boundaries of captured rows, without the final state."""
+        return rows_TW[:, : -self.model.config.hidden_size]
+
+    def _speculate(self, speculator: Speculator) -> None:
+        """One cycle of everything running: draft, verify, and read what was accepted."""
+        jobs = [(j, j.draft, j.cache) for j in self._running if j.draft and j.cache]
+        drafts = speculator.draft([d for _, d, _ in jobs])
+        pieces = []
+        for (job, _, cache), drafted in zip(jobs, drafts, strict=True):
+            room = self.model.config.context_length - cache.length
+            pieces.append([job.request.output_ids[-1], *drafted][:room])
+        caches = [c for _, _, c in jobs]
+        out = self.model.prefill(pieces, caches=caches, boundaries=self._boundaries)
+        assert out.rows_NW is not None
+        hidden = self.model.config.hidden_size
+        choices = next_tokens(
+            self.model.logits(out.rows_NW[:, -hidden:]),
+            [j.request.params for (j, _, _), p in zip(jobs, pieces, strict=True) for _ in p],
+            [
+                len(j.request.output_ids) + n
+                for (j, _, _), p in zip(jobs, pieces, strict=True)
+                for n in range(len(p))
+            ],
+        )
+        kept, start = [], 0
+        for (job, draft, cache), piece in zip(jobs, pieces, strict=True):
+            chosen = choices[start : start + len(piece)]
+            accepted = verified(piece[1:], chosen)
+            cache.forget(cache.length - len(piece) + accepted + 1)
+            if not self._emit(job, accepted, chosen[: accepted + 1]):
+                rows_TW = self._features(out.rows_NW[start : start + accepted + 1])
+                kept.append((draft, rows_TW, chosen[: accepted + 1]))
+            start += len(piece)
+        speculator.read([d for d, _, _ in kept], [r for _, r, _ in kept], [i for _, _, i in kept])
+
+    def _emit(self, job: _Job, accepted: int, tokens: list[int]) -> bool:
+        """Put out what a verify step gives, up to where the output ends; True when it does."""
+        request, reason = job.request, None
+        length, before = (
+            len(request.input_ids) + len(request.output_ids) - 1,
+            len(request.output_ids),
+        )
+        for token in tokens:
+            request.output_ids.append(token)
+            self.generated_tokens += 1
+            reason = self._reason(request, token)
+            if reason is not None:
+                break
+        assert request.spec is not None
+        request.spec.steps.append((length, accepted, len(request.output_ids) - before))
+        self._verified, self._accepted = self._verified + 1, self._accepted + accepted
+        if reason is not None:
+            self._running.remove(job)
+            self._finish(job, reason)
+        return reason is not None
 
     def _publish(self, job: _Job) -> None:
         request = job.request

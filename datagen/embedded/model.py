@@ -85,6 +85,11 @@ class Llama:
         except (OSError, KeyError) as e:
             raise ConfigError(f"no weights can be loaded: {e!r}", where=directory) from e
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H] in the model's dtype."""
+        return self._embed_VH
+
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """lm_head over post-norm states: float32 [B, V]."""
         return hidden_BH.float() @ self._head_HV

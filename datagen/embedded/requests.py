@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datagen.embedded.sampling import SamplingParams
+from datagen.embedded.speculate import SpecCounts
 
 KNOWN_PARAMS = set(SamplingParams.__dataclass_fields__) | {"custom_params"}
 # clients of SGLang send them; taken only with the value that changes nothing
@@ -40,6 +41,8 @@ class Request:
     output_logprobs: list[tuple[float, list[tuple[float, int]]]] = field(default_factory=list)
     capture_note: dict[str, Any] | None = None
     states: list[list[float]] | None = None
+    spec: SpecCounts | None = None
+    return_steps: bool = False
 
 
 def parse_generate(
@@ -104,6 +107,7 @@ def parse_generate(
                 arrived=now,
                 states_in_answer=bool(wants) and not to_spool,
                 top_logprobs=max(top or 0, 0) if scored else None,
+                return_steps=isinstance(custom, dict) and bool(custom.get("spec_steps")),
             )
         )
     if len({r.rid for r in requests}) != n:

@@ -17,6 +17,7 @@ from datagen.embedded.api import Server
 from datagen.embedded.capture import SpoolWriter
 from datagen.embedded.engine import Engine
 from datagen.embedded.model import Llama
+from datagen.embedded.speculate import Speculator
 from datagen.embedded.weights import MODEL_NAME, ensure_checkpoint
 from datagen.errors import ConfigError
 from datagen.target.profile import load_profile
@@ -37,11 +38,13 @@ def serve(
     boundaries: tuple[int, ...] | None = None,
     max_running_requests: int = 32,
     context_length: int | None = None,
+    drafter: Path | None = None,
+    draft_steps: int = 3,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `target`: smollm2, or a checkpoint directory.
 
-    A directory needs `boundaries` (or $DATAGEN_CAPTURE_BOUNDARIES), Hugging Face indices. Raises
-    ConfigError.
+    A directory needs `boundaries` (or $DATAGEN_CAPTURE_BOUNDARIES), Hugging Face indices. `drafter`:
+    a checkpoint to speculate with, `draft_steps` tokens a cycle. Raises ConfigError.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -64,6 +67,9 @@ def serve(
             f"boundaries {list(boundaries)} lie outside 0..{model.config.num_layers - 1}",
             where=target,
         )
+    speculator = (
+        Speculator.load(drafter, model, tuple(boundaries), steps=draft_steps) if drafter else None
+    )
     spool_dir = spool_dir or Path(os.environ.get("DATAGEN_CAPTURE_DIR") or default_spool(port))
     spool = SpoolWriter(
         spool_dir,
@@ -79,6 +85,7 @@ def serve(
         context_length=context,
         spool=spool,
         on_death=_end_process,
+        speculator=speculator,
     )
     revision_file = directory / "REVISION"
     revision = revision_file.read_text().strip() if revision_file.exists() else "unstated"
@@ -95,7 +102,11 @@ def serve(
         "chunked_prefill_size": -1,
         "disable_radix_cache": True,
         "return_hidden_states_mode": "full",
-        "speculative_algorithm": None,
+        "speculative_algorithm": "EAGLE3" if speculator else None,
+        "speculative_draft_model_path": str(drafter) if drafter else None,
+        "speculative_num_steps": draft_steps if speculator else None,
+        "speculative_eagle_topk": 1 if speculator else None,
+        "speculative_num_draft_tokens": draft_steps + 1 if speculator else None,
         "tp_size": 1,
         "dp_size": 1,
         "quantization": None,

@@ -63,6 +63,9 @@ class Generation:
     num_retractions: int
     spec_verify_ct: int | None
     top_logprobs: list[Any] | None = None
+    spec_num_correct_drafts: int | None = None
+    spec_histogram: tuple[int, ...] | None = None
+    """Verify steps by the number of drafts accepted, before the output is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,16 @@ class SGLangClient:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             num_retractions=int(meta.get("num_retractions") or 0),
             spec_verify_ct=None if "spec_verify_ct" not in meta else int(meta["spec_verify_ct"]),
+            spec_num_correct_drafts=(
+                None
+                if "spec_num_correct_drafts" not in meta
+                else int(meta["spec_num_correct_drafts"])
+            ),
+            spec_histogram=(
+                tuple(int(n) for n in meta["spec_correct_drafts_histogram"])
+                if meta.get("spec_correct_drafts_histogram")
+                else None
+            ),
         )
 
     async def capture(self, input_ids: Sequence[int], *, rid: str) -> Capture:

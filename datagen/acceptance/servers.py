@@ -1,0 +1,79 @@
+"""Starts a server process for one measurement, waits until it answers, and stops it with its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from datagen.errors import MeasurementError
+
+STOP_S = 30.0
+
+
+@contextlib.contextmanager
+def launched(
+    command: Sequence[str], url: str, *, log: Path, start_s: float = 180.0,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """A server that answers at `url` while the context lasts. Raises MeasurementError.
+
+    Its output goes to `log`. It runs in a session of its own, which is ended as a whole.
+    """
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            list(command), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+    try:
+        _wait_healthy(process, url, log, start_s)
+        yield url
+    finally:
+        _stop(process)
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
+    deadline = time.monotonic() + start_s
+    while True:
+        if process.poll() is not None:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise MeasurementError(
+                f"the server ended with {process.returncode}: {lines[-1] if lines else 'no output'}",
+                where=log,
+            )
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+        except (urllib.error.URLError, OSError):
+            if time.monotonic() > deadline:
+                raise MeasurementError(
+                    f"the server does not answer after {start_s:.0f} s", where=log,
+                    fix="see its log",
+                ) from None  # fmt: skip
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

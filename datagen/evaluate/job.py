@@ -1,0 +1,278 @@
+"""The evaluate job without Prefect: a manifest and a drafter in, accept_len and a verdict out.
+
+evaluation/<name>.json beside the manifest holds every figure with its conditions; `datagen report` reads
+it. Replay needs no target; a live sitting needs two servers of it, one with the drafter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datagen.acceptance.breakeven import break_even
+from datagen.acceptance.metrics import (
+    Counts,
+    accept_len,
+    compare,
+    conditional_acceptance,
+    looping_share,
+    predicted_accept_len,
+    slices,
+)
+from datagen.acceptance.servers import free_port, launched
+from datagen.acceptance.verdict import judged
+from datagen.errors import MeasurementError
+from datagen.evaluate.config import EMBEDDED, EvaluateConfig
+from datagen.evaluate.subject import (
+    Notify,
+    digest_of,
+    embedded_weights,
+    require_not_trained_on,
+    tags_of,
+    trained,
+)
+from datagen.store.atomic import make_directory, write_json_atomic
+from datagen.store.manifest import Manifest
+from datagen.target.profile import load_profile
+
+if TYPE_CHECKING:
+    from datagen.acceptance.live import LiveReport
+    from datagen.acceptance.replay import Replay
+    from datagen.drafter.dataset import ManifestSource
+    from datagen.drafter.rows import Sample
+
+FORMAT = "datagen.evaluation.1"
+
+
+def evaluate(config: EvaluateConfig, notify: Notify) -> dict[str, Any]:
+    """Measure, judge, and write evaluation/<name>.json; returns its content. Raises DatagenError."""
+    job = _Job(config, notify)
+    result = job.run()
+    path = config.manifest.parent / "evaluation" / f"{config.name}.json"
+    make_directory(path.parent)
+    write_json_atomic(path, result)
+    notify(f"written: {path}")
+    return result
+
+
+class _Job:
+    """What one evaluation reads once."""
+
+    def __init__(self, config: EvaluateConfig, notify: Notify) -> None:
+        from datagen.drafter.dataset import ManifestSource, first_by_hash, require_disjoint
+
+        self.config, self.notify = config, notify
+        self.source: ManifestSource = ManifestSource(config.manifest)
+        self.manifest = Manifest.load(config.manifest)
+        refs = self.source.index(config.split, 0)
+        usable = [r for r in refs if r.n_tokens - r.n_context > 1]
+        if not usable:
+            raise MeasurementError(
+                f"the split '{config.split}' holds no response of two tokens ({len(refs)} samples)",
+                where=config.manifest,
+                fix="collect held-out prompts: a mix with a heldout section",
+            )
+        self.refs = first_by_hash(usable, config.limit) if config.limit else usable
+        if config.split != "train":
+            require_disjoint(self.source.index("train", 0), self.refs)
+        self.proof = require_not_trained_on(config.drafter, self.refs)
+        self.tags = tags_of(config.manifest.parent, self.refs)
+
+    def run(self) -> dict[str, Any]:
+        config = self.config
+        started = time.monotonic()
+        counts, drafter = self._replayed(config.drafter)
+        seconds = time.monotonic() - started
+        found = accept_len(counts)
+        tokens = sum(c.tokens for c in counts)
+        self.notify(f"replay: accept_len {found} ({tokens / seconds:,.0f} tokens/s)")
+        conditional = conditional_acceptance(counts)
+        report: dict[str, Any] = {
+            "format": FORMAT,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "code_version": version("datagen"),
+            "settings": config.model_dump(mode="json"),
+            "manifest": {"path": str(config.manifest), "sha256": self.source.info.sha256},
+            "drafter": drafter,
+            "split": {
+                "name": config.split, "samples": len(self.refs),
+                "prompts": len({r.prompt_id for r in self.refs}),
+                "prompts_sha256": digest_of(self.refs), "disjoint_from_training": self.proof,
+                "sampling": self.manifest.sampling.get(config.split),
+            },
+            "replay": {
+                "accept_len": asdict(found), "steps": config.steps,
+                "verify_steps": sum(c.steps for c in counts), "tokens": tokens,
+                "conditional_acceptance": conditional,
+                "predicted_accept_len": predicted_accept_len(conditional),
+                "looping_share": looping_share(counts),
+                "mean_distinct_4": sum(c.distinct for c in counts) / len(counts),
+                "slices": {
+                    n: {v: asdict(i) for v, i in values.items()}
+                    for n, values in slices(counts).items()
+                },
+                "seconds": seconds, "dtype": config.dtype,
+            },
+        }  # fmt: skip
+        if config.against is not None:
+            other, about = self._replayed(config.against)
+            comparison = compare(other, counts)
+            report["comparison"] = {
+                "against": about, "accept_len": asdict(accept_len(other)),
+                **asdict(comparison), "text": str(comparison),
+            }  # fmt: skip
+            self.notify(f"against {config.against}: {comparison}")
+        speed = None
+        if config.live:
+            with self._servers() as (baseline_url, live_url):
+                live = self._live(baseline_url, live_url)
+                report["parity"] = self._parity(live, baseline_url)
+            speed = live.speeds[0]
+            report["live"] = live.as_dict()
+        verdict = judged(
+            found, steps=config.steps, baseline=config.baseline, cycle_ms=config.cycle_ms,
+            measured=speed,
+        )  # fmt: skip
+        rate = speed.baseline_tokens_per_s if speed else config.baseline
+        cycle = speed.cycle_ms if speed else config.cycle_ms
+        if rate and cycle:
+            report["break_even"] = break_even(
+                baseline=rate, cycle_ms=cycle, steps=config.steps, targets=config.targets,
+                measured=[(min(max(found.value, 1.0), config.steps + 1.0), config.steps)],
+            ).as_dict()  # fmt: skip
+        report["verdict"] = asdict(verdict)
+        return report
+
+    # -- replay --------------------------------------------------------------------------------
+
+    def _replayed(self, directory: Path) -> tuple[list[Counts], dict[str, Any]]:
+        runner, about = self._runner(directory)
+        counts = [r.counts for r in runner.run(self._samples(), self.tags)]
+        return counts, about
+
+    def _samples(self) -> Iterator[Sample]:
+        for ref in self.refs:
+            yield self.source.read(ref, ref.n_tokens)
+
+    def _runner(self, directory: Path) -> tuple[Replay, dict[str, Any]]:
+        from datagen.acceptance.replay import Replay, compute_dtype, find_device
+        from datagen.drafter.checkpoint import load_drafter
+        from datagen.drafter.target import load_target
+
+        config, info = self.config, self.source.info
+        target = load_target(
+            config.target_weights or embedded_weights(info.target_model, self.notify)
+        )
+        loaded = load_drafter(directory, target_type=target.model_type)
+        c = loaded.drafter.config
+        for what, ours, theirs in (
+            ("hidden size", c.hidden_size, info.hidden_size),
+            ("vocabulary", c.vocab_size, target.vocab_size),
+            ("width", c.width, len(info.boundaries) * info.hidden_size),
+            ("boundaries", c.boundaries or info.boundaries, info.boundaries),
+        ):
+            if ours != theirs:
+                raise MeasurementError(
+                    f"the drafter's {what} is {ours}, that of the states {theirs}",
+                    where=directory,
+                    fix="evaluate a drafter of this target on states of its boundaries",
+                )
+        device = find_device(config.device)
+        runner = Replay(
+            loaded.drafter, target.embed_VH, steps=config.steps, device=device,
+            dtype=compute_dtype(config.dtype),
+        )  # fmt: skip
+        about = {"path": str(directory), "sha256": loaded.sha256, **trained(directory)}
+        return runner, about
+
+    # -- live ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _servers(self) -> Iterator[tuple[str, str]]:
+        """URLs without and with the drafter: as given, or the embedded target started twice."""
+        config = self.config
+        if config.live != EMBEDDED:
+            yield str(config.baseline_url), str(config.live)
+            return
+        profile = load_profile(config.target or str(self.manifest.target["profile"]))
+        if not profile.embedded:
+            raise MeasurementError(
+                f"{profile.name} is not the embedded target", where=config.manifest,
+                fix="give --live and --baseline-url",
+            )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            urls = []
+            more = ["--drafter", str(config.drafter), "--draft-steps", str(config.steps)]
+            for name, arguments in (("baseline", []), ("speculative", more)):
+                port = free_port()
+                command = [
+                    sys.executable, "-m", "datagen.cli", "serve", "--port", str(port),
+                    "--spool-dir", f"{folder}/{name}", "--dtype", config.live_dtype, *arguments,
+                ]  # fmt: skip
+                url = f"http://127.0.0.1:{port}"
+                urls.append(
+                    stack.enter_context(launched(command, url, log=Path(folder) / f"{name}.log"))
+                )
+            yield urls[0], urls[1]
+
+    def _live(self, baseline_url: str, live_url: str) -> LiveReport:
+        from datagen.acceptance.live import LivePrompt, measure
+
+        config = self.config
+        prompts = []
+        for ref in self.refs[: config.live_prompts]:
+            ids, _ = self.source.ids(ref)
+            prompts.append(
+                LivePrompt(
+                    ref.sample_id, ref.prompt_id, tuple(int(i) for i in ids[: ref.n_context]),
+                    int(self.manifest.settings["max_new_tokens"]), self.tags[ref.sample_id],
+                )
+            )  # fmt: skip
+        report = asyncio.run(
+            measure(
+                baseline_url, live_url, prompts,
+                stop_token_ids=self.source.info.stop_token_ids,
+                concurrencies=config.concurrencies, rounds=config.rounds,
+            )
+        )  # fmt: skip
+        served = report.servers["speculative"].get("speculative_num_steps")
+        if served != config.steps:
+            raise MeasurementError(
+                f"the server drafts {served} tokens a cycle, replay {config.steps}",
+                where=live_url,
+                fix=f"give --steps {served}",
+            )
+        self.notify(f"live: accept_len {report.accept_len}, {report.speeds[0].speedup:.2f}x")
+        return report
+
+    def _parity(self, live: LiveReport, url: str) -> dict[str, Any]:
+        """Replay of the speculative run's own outputs, captured afterwards, against its counts."""
+        from datagen.acceptance.parity import captured_outputs
+
+        profile = load_profile(self.config.target or str(self.manifest.target["profile"]))
+        found = asyncio.run(captured_outputs(url, live.outputs, profile))
+        runner, _ = self._runner(self.config.drafter)
+        ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
+        theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
+        differ = {
+            s.sample_id: {"replay": mine, "live": other}
+            for (s, _), mine, other in zip(found, ours, theirs, strict=True)
+            if mine != other
+        }
+        self.notify(
+            f"parity: {sum(ours):,} verify steps replayed, {sum(theirs):,} live; "
+            f"{len(differ)} of {len(found)} samples differ"
+        )
+        return {
+            "samples": len(found), "replay_steps": sum(ours), "live_steps": sum(theirs),
+            "differ": differ,
+        }  # fmt: skip
