@@ -14,6 +14,7 @@ from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import Workshop, collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
+from datagen.collect.endings import first_cause
 from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
 from datagen.collect.metrics import serving_metrics
@@ -27,14 +28,14 @@ from datagen.collect.opening import (
     states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
+from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
-from datagen.errors import ConfigError, DatagenError, Interrupted
+from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.rows import Role
-from datagen.fanout.server import ServerSpec
-from datagen.fanout.window import window_limit
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
+from datagen.store.encoder import Encoder
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.group_commit import GroupCommitter
 from datagen.store.guards import Guards
@@ -43,7 +44,6 @@ from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
-from datagen.store.states import Encoder
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import (
     ServerReport,
@@ -140,7 +140,7 @@ class CollectJob:
         servers = [await inspect_server(c, config.profile) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
         probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
-        specs = _server_specs(config, clients, servers)
+        specs = server_specs(config, clients, servers)
         ensure_descriptors(sum(s.limit or 0 for s in specs))
         final = None
         if config.capture.final_endpoint:
@@ -237,7 +237,7 @@ class CollectJob:
                     conversations.create_task(collect_prompt(shop, store, prompt))
             summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
         except BaseExceptionGroup as group:
-            raise _cause(group) from None
+            raise first_cause(group) from None
         finally:
             await asyncio.shield(shop.commit(store, lambda s: s.close()))
         self.progress.partitions_sealed += 1
@@ -252,7 +252,7 @@ class CollectJob:
                         await self.gate.admit()
                         group.create_task(self._collect_admitted(index))
             except BaseExceptionGroup as errors:
-                raise _cause(errors) from None
+                raise first_cause(errors) from None
         return await self.finish()
 
     async def _collect_admitted(self, index: int) -> None:
@@ -331,34 +331,3 @@ class CollectJob:
                     prompts_done=summary.prompts,
                 )
                 progress.partitions_sealed += 1
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to report of a group: ours before others, the first before the later."""
-    leaves: list[BaseException] = []
-    queue: list[BaseException] = [group]
-    while queue:
-        error = queue.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            queue[:0] = error.exceptions
-        else:
-            leaves.append(error)
-    return next((e for e in leaves if isinstance(e, DatagenError)), leaves[0])
-
-
-def _server_specs(
-    config: CollectConfig, clients: list[SGLangClient], servers: list[ServerReport]
-) -> list[ServerSpec]:
-    window = config.dispatch.window
-    return [
-        ServerSpec(
-            client,
-            config.role(client.url),
-            window_limit(
-                window,
-                max_running=report.max_running_requests,
-                graph_batch=report.cuda_graph_max_bs,
-            ),
-        )
-        for client, report in zip(clients, servers, strict=True)
-    ]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +27,9 @@ from tenacity import (
 from yarl import URL
 
 from datagen.errors import EndpointDown
+from datagen.target.answers import Capture as Capture
+from datagen.target.answers import Generation as Generation
+from datagen.target.answers import capture_of, failure_of, generation_of, message_of
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
@@ -36,7 +37,6 @@ from datagen.target.profile import Sampling
 ABORT_GRACE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
 IDLE_CLOSE_S = 1.0
-ROW_FAULTS = (400, 408, 413, 422)
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
 
@@ -47,39 +47,6 @@ class Timeouts:
     connect: float = 5.0
     control: float = 30.0
     row: float = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer. `output_ids`: int32 [n], the engine's, the stop token included when one ended it."""
-
-    output_ids: NDArray[np.int32]
-    text: str
-    finish_reason: str
-    matched: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    spec_verify_ct: int | None
-    top_logprobs: list[Any] | None = None
-    spec_num_correct_drafts: int | None = None
-    spec_histogram: tuple[int, ...] | None = None
-    """Verify steps by the number of drafts accepted, before the output is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """Where the engine leaves the hidden states of one prefill, and what it says they are."""
-
-    path: Path
-    n_tokens: int
-    width: int
-    n_bytes: int
-    boundaries: tuple[int, ...]
-    final_norm: str
-    server: str
-    next_token: int
 
 
 class SGLangClient:
@@ -212,37 +179,7 @@ class SGLangClient:
         if seed is not None and sampling.temperature > 0:
             params["sampling_seed"] = seed
         body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": params}
-        answer = await self._row(body, rid)
-        meta = answer["meta_info"]
-        finish = meta.get("finish_reason") or {}
-        kind, matched = str(finish.get("type")), finish.get("matched")
-        if kind == "abort":
-            raise EndpointFailure("aborted", str(finish.get("message", "")))
-        output_ids = _token_ids(answer["output_ids"])
-        if kind == "stop" and isinstance(matched, int) and (output_ids[-1:] != matched).all():
-            # some versions trim it; the drafter must learn to stop
-            output_ids = np.append(output_ids, np.int32(matched))
-        return Generation(
-            output_ids=output_ids,
-            text=str(answer.get("text", "")),
-            finish_reason=kind,
-            matched=None if matched is None else str(matched),
-            prompt_tokens=int(meta["prompt_tokens"]),
-            completion_tokens=int(meta["completion_tokens"]),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            num_retractions=int(meta.get("num_retractions") or 0),
-            spec_verify_ct=None if "spec_verify_ct" not in meta else int(meta["spec_verify_ct"]),
-            spec_num_correct_drafts=(
-                None
-                if "spec_num_correct_drafts" not in meta
-                else int(meta["spec_num_correct_drafts"])
-            ),
-            spec_histogram=(
-                tuple(int(n) for n in meta["spec_correct_drafts_histogram"])
-                if meta.get("spec_correct_drafts_histogram")
-                else None
-            ),
-        )
+        return generation_of(await self._row(body, rid))
 
     async def capture(self, input_ids: Sequence[int], *, rid: str) -> Capture:
         """Prefill `input_ids` and have the hidden states of every token written to the spool.
@@ -260,30 +197,7 @@ class SGLangClient:
                 "custom_params": {"datagen": True},
             },
         }
-        answer = await self._row(body, rid)
-        notes = answer["meta_info"].get("datagen")
-        if not isinstance(notes, list) or not notes or not isinstance(notes[0], Mapping):
-            raise RowFailure(
-                "capture_not_live",
-                "the answer holds no meta_info.datagen: the capture plugin is not loaded",
-                permanent=True,
-            )
-        note = notes[0]
-        if "error" in note:
-            raise RowFailure("capture_failed", str(note["error"]))
-        try:
-            return Capture(
-                path=Path(str(note["path"])),
-                n_tokens=int(note["rows"]),
-                width=int(note["width"]),
-                n_bytes=int(note["bytes"]),
-                boundaries=tuple(int(b) for b in note["boundaries"]),
-                final_norm=str(note["final_norm"]),
-                server=str(note["server"]),
-                next_token=int(answer["output_ids"][0]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise RowFailure("capture_malformed", f"{type(e).__name__}: {e}") from e
+        return capture_of(await self._row(body, rid))
 
     async def capture_states(self, input_ids: Sequence[int], *, rid: str) -> NDArray[np.float32]:
         """Prefill `input_ids` and have the hidden states in the answer: float32 [rows, width].
@@ -358,41 +272,4 @@ class SGLangClient:
                 return orjson.loads(payload)
             except orjson.JSONDecodeError as e:
                 raise RowFailure("bad_json", f"{e}: {payload[:120]!r}") from e
-        raise _failure(status, _message(payload), headers.get("Retry-After"))
-
-
-def _token_ids(value: Any) -> NDArray[np.int32]:
-    """A list of integers as int32 [n], every element checked. Raises RowFailure.
-
-    A tenth of the list's memory, of which a burst of answers would hold a thousand.
-    """
-    try:
-        if not isinstance(value, list):
-            raise TypeError(f"{type(value).__name__} is no list")
-        return np.frombuffer(array("i", value), dtype=np.int32)
-    except (TypeError, OverflowError) as e:
-        raise RowFailure("malformed_answer", f"output_ids: {e}") from e
-
-
-def _failure(status: int, detail: str, retry_after: str | None) -> RequestFailure:
-    """What an HTTP error means: for the row (400, 413, 422), for the window, or for the endpoint."""
-    reason = f"http_{status}"
-    if status in (429, 503):
-        wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
-        return CapacityFailure(reason, detail, retry_after_s=wait_s)
-    if status in ROW_FAULTS:
-        if "longer than the model's context length" in detail:
-            return RowFailure("over_context", detail, permanent=True)
-        return RowFailure(reason, detail)
-    # anything else (no such route, not authorised, 5xx) says nothing about the row
-    return EndpointFailure(reason, detail, in_flight=status >= 500)
-
-
-def _message(payload: bytes) -> str:
-    """The error text of a body: SGLang's {"error": {"message"}}, or its beginning as it is."""
-    try:
-        body = orjson.loads(payload)
-        error = body["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return payload[:200].decode(errors="replace").strip()
+        raise failure_of(status, message_of(payload), headers.get("Retry-After"))
