@@ -191,7 +191,8 @@ def threads(_: Path) -> Result:
     """Two encoding threads against one, in wall time; the machine's own two-core speed beside it."""
     from store_states import real_samples
 
-    from datagen.store.states import Encoder, StatesSpec
+    from datagen.store.encoder import Encoder
+    from datagen.store.states import StatesSpec
 
     samples = real_samples()
     encoder = Encoder(StatesSpec((2, 15, 27), "post", "BF16", 576, "plane"))
@@ -387,7 +388,8 @@ def lossy(_: Path) -> Result:
 
     from datagen.embedded.weights import ensure_checkpoint
     from datagen.store.codecs.mantissa_4 import rounded
-    from datagen.store.states import Encoder, StatesSpec
+    from datagen.store.encoder import Encoder
+    from datagen.store.states import StatesSpec
 
     samples = real_samples()
     spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "mantissa-4")

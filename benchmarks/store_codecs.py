@@ -18,7 +18,8 @@ from store_states import Samples
 
 from datagen.store.arrow_part import write_options
 from datagen.store.codecs import codec_named
-from datagen.store.states import Encoder, StatesSpec, encode, to_batch
+from datagen.store.encoder import Encoder
+from datagen.store.states import StatesSpec, encode, to_batch
 
 Rows = NDArray[np.uint16]
 PROMPT = "0" * 64

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from datagen.store.encoder import Encoder
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import ManifestHeader, StatesEntry, build_manifest
 from datagen.store.partition import PartitionStore
 from datagen.store.plan import Plan, PlannedPrompt, write_plan
 from datagen.store.responses import Response
-from datagen.store.states import Encoder, StatesSpec
+from datagen.store.states import StatesSpec
 
 Sample = tuple[NDArray[np.int32], int, NDArray[np.uint16]]
 """Ids, context length, rows."""

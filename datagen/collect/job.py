@@ -35,6 +35,7 @@ from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import window_limit
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
+from datagen.store.encoder import Encoder
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.group_commit import GroupCommitter
 from datagen.store.layout import RunLayout
@@ -42,7 +43,6 @@ from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
-from datagen.store.states import Encoder
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import ServerReport, inspect_server, prove_capture
 

@@ -23,13 +23,14 @@ from datagen.store import states as states_format
 from datagen.store.arrow_part import sha256_of
 from datagen.store.atomic import make_directory
 from datagen.store.codecs import Encoded
+from datagen.store.encoder import Encoder
 from datagen.store.journal import Entry, Journal, Kind
 from datagen.store.layout import PartitionLayout, part
 from datagen.store.rejections import Rejection, RejectionLog, read_rejections
 from datagen.store.responses import Response, ResponsesReader
 from datagen.store.seal import PartitionSummary as PartitionSummary
 from datagen.store.series import Series
-from datagen.store.states import Encoder, StatesSpec
+from datagen.store.states import StatesSpec
 
 Key = tuple[str, int]
 

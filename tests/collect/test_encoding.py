@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from datagen.collect.encoding import QUEUED_PER_THREAD, EncodePool
 from datagen.collect.job import CollectJob
 from datagen.config import MIB, collect_config
+from datagen.store.encoder import Encoder
 from datagen.store.layout import PartitionLayout
 from datagen.store.partition import PartitionStore
-from datagen.store.states import Encoder, ShardReader, StatesSpec, encode, fit, to_batch
+from datagen.store.states import ShardReader, StatesSpec, encode, fit, to_batch
 from datagen.store.verify import verify_run
 from tests.collect.harness import Bench
 from tests.store.rows import (
