@@ -42,10 +42,10 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup up down shards finetune evaluate pipeline report status verify ui test test-slow lint clean
+.PHONY: help setup up down shards finetune evaluate pipeline report status verify ui test test-slow test-sglang lint clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-11s %s\n", $$1, $$2}'
 	@echo "Settings, with their defaults:"
 	@echo "  RUN=$(RUN) MIX=$(MIX) TARGET=$(TARGET) ENDPOINTS=$(ENDPOINTS) LIMIT=$(LIMIT) (0: the whole mix)"
 	@echo "  INIT=$(INIT) TARGET_WEIGHTS=$(TARGET_WEIGHTS) EPOCHS=$(EPOCHS) (make finetune)"
@@ -123,6 +123,10 @@ test: $(STAMP) ## Run the tests (under 10 minutes on 2 cores)
 
 test-slow: $(STAMP) ## Run the long chaos and soak tests
 	@$(BIN)/python -m pytest -m slow
+
+test-sglang: $(STAMP) ## Test against a real SGLang on this CPU (builds 2.7 GB once, in the cache)
+	@$(BIN)/python -m tests.sglang.environment
+	@DATAGEN_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang
 
 lint: $(STAMP) ## Check style, formatting and types
 	@$(BIN)/ruff check .

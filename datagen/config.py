@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from datagen.errors import ConfigError
-from datagen.fanout.dispatcher import DispatchConfig
-from datagen.fanout.window import WindowConfig
+from datagen.fanout.config import DispatchConfig
+from datagen.fanout.rows import Role
+from datagen.store.codecs import DEFAULT, REGISTRY
 from datagen.strict import StrictModel, parse
 from datagen.target.profile import Profile, SplitSampling, load_profile
 
 MIB = 1 << 20
+OnLength = Literal["keep", "reject", "longer"]
+"""What becomes of an answer cut at max_new_tokens: kept as it is, rejected, or asked for once more with
+twice the room."""
+ROLES = {"generate": Role.GENERATE, "capture": Role.CAPTURE}
+
+
+def _registered(codec: str) -> str:
+    if codec not in REGISTRY:
+        raise ValueError(f"unknown codec '{codec}', use one of {', '.join(REGISTRY)}")
+    return codec
+
+
+class CaptureConfig(StrictModel):
+    """How hidden states travel. `json`: in the answers of stock servers, for small runs."""
+
+    mode: Literal["spool", "json"] = "spool"
+    final_endpoint: str | None = None
+    """With `json`: a second server for the final state, where the others hand over boundaries only."""
+
+    @model_validator(mode="after")
+    def _one_server_is_enough_for_the_spool(self) -> CaptureConfig:
+        if self.mode == "spool" and self.final_endpoint:
+            raise ValueError("final_endpoint is for mode json; the spool carries the final state")
+        return self
 
 
 class CollectConfig(StrictModel):
@@ -23,20 +48,35 @@ class CollectConfig(StrictModel):
     mix: str
     profile: Profile
     endpoints: tuple[str, ...] = Field(min_length=1)
+    capture_only: tuple[str, ...] = ()
+    generate_only: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(ge=1)
     sampling: SplitSampling
     seed: int = Field(default=0, ge=0)
-    codec: Literal["plane"] = "plane"
+    codec: Annotated[str, AfterValidator(_registered)] = DEFAULT
     tokenizer: str | None = None
     partition_prompts: int = Field(default=25, ge=1, le=65536)
     shard_mib: int = Field(default=256, ge=1)
     spool_mib: int = Field(default=1024, ge=1)
     """Most bytes of hidden states asked for and not yet stored."""
+    max_fault_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of captures that guards may refuse before the run stops: the engine is at fault then."""
     drain_s: float = Field(default=60.0, ge=0)
+    capture: CaptureConfig = CaptureConfig()
     dispatch: DispatchConfig = DispatchConfig()
-    row_timeout_s: float = Field(default=1800.0, gt=0)
+    on_length: OnLength = "keep"
+    loop_tokens: int = Field(default=256, ge=0)
+    """Repeated tokens at the end of an answer from which it is a loop, and rejected; 0 allows any."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Where Prometheus may read the run's metrics, on 127.0.0.1; 0 is nowhere."""
     api_key: str | None = Field(default=None, repr=False)
+
+    def role(self, url: str) -> Role:
+        """What the endpoint is asked for."""
+        if url in self.capture_only:
+            return Role.CAPTURE
+        return Role.GENERATE if url in self.generate_only else Role.BOTH
 
     @property
     def content(self) -> dict[str, Any]:
@@ -47,6 +87,8 @@ class CollectConfig(StrictModel):
             "sampling": self.sampling.model_dump(mode="json"),
             "seed": self.seed,
             "codec": self.codec,
+            "on_length": self.on_length,
+            "loop_tokens": self.loop_tokens,
             "boundaries": list(self.profile.boundaries),
             "final_norm": self.profile.final_norm,
             "capture_dtype": self.profile.capture_dtype,
@@ -66,31 +108,35 @@ def collect_config(
     max_new_tokens: int = 0,
     temperature: float = -1.0,
     seed: int = 0,
-    codec: str = "plane",
+    codec: str = DEFAULT,
     runs_dir: str = "runs",
     tokenizer: str = "",
     partition_prompts: int = 25,
     shard_mib: int = 256,
     spool_mib: int = 1024,
     concurrency: int = 32,
+    max_concurrency: int = 1024,
     attempts: int = 3,
     patience_s: float = 300.0,
+    row_timeout_s: float = 1800.0,
+    on_length: str = "keep",
+    loop_tokens: int = 256,
+    metrics_port: int = 0,
     api_key: str = "",
+    capture_mode: str = "spool",
+    final_endpoint: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
 
-    `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas; empty is the
-    profile's. `limit`, `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the
-    train split, negative is the profile's. Raises ConfigError, ProfileError.
+    `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas, each serving
+    both roles unless written `generate=URL` or `capture=URL`; empty is the profile's. `limit`,
+    `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
+    is the profile's. Raises ConfigError, ProfileError.
     """
     profile = load_profile(target)
-    urls = tuple(u.strip() for u in endpoints.split(",") if u.strip()) or (profile.endpoint,)
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"endpoint '{url}' is no URL",
-                fix="write it as http://host:port, several with commas",
-            )
+    urls, only = _endpoints(endpoints or profile.endpoint)
+    if final_endpoint:
+        _require_url(final_endpoint)
     sampling = profile.sampling
     if temperature >= 0:
         train = sampling.train.model_copy(update={"temperature": temperature})
@@ -102,6 +148,8 @@ def collect_config(
             "mix": mix,
             "profile": profile,
             "endpoints": urls,
+            "capture_only": only[Role.CAPTURE],
+            "generate_only": only[Role.GENERATE],
             "limit": limit or None,
             "max_new_tokens": max_new_tokens or profile.max_new_tokens,
             "sampling": sampling,
@@ -111,11 +159,45 @@ def collect_config(
             "partition_prompts": partition_prompts,
             "shard_mib": shard_mib,
             "spool_mib": spool_mib,
-            "dispatch": DispatchConfig(
-                window=WindowConfig(initial=concurrency), attempts=attempts, patience_s=patience_s
-            ),
+            "capture": {"mode": capture_mode, "final_endpoint": final_endpoint or None},
+            "dispatch": {
+                "window": {"initial": concurrency, "maximum": max_concurrency},
+                "pace": {"row_timeout_s": row_timeout_s},
+                "attempts": attempts,
+                "patience_s": patience_s,
+            },
+            "on_length": on_length,
+            "loop_tokens": loop_tokens,
+            "metrics_port": metrics_port,
             "api_key": api_key or None,
         },
         CollectConfig,
         where="collect settings",
     )
+
+
+def _endpoints(text: str) -> tuple[tuple[str, ...], dict[Role, tuple[str, ...]]]:
+    """The URLs, and those that serve one role only. Raises ConfigError."""
+    roles: dict[str, Role] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, rest = item.partition("=")
+        url, role = (rest, ROLES[name]) if equals and name in ROLES else (item, Role.BOTH)
+        _require_url(url)
+        roles[url.rstrip("/")] = role
+    for needed in ROLES.values():
+        if not any(needed & role for role in roles.values()):
+            name = next(n for n, r in ROLES.items() if r is needed)
+            raise ConfigError(
+                f"no endpoint serves the role '{name}'", where=text, fix=f"add one as {name}=URL"
+            )
+    only = {r: tuple(u for u, role in roles.items() if role is r) for r in ROLES.values()}
+    return tuple(roles), only
+
+
+def _require_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"endpoint '{url}' is no URL",
+            fix="write it as http://host:port, several with commas, and generate=URL or "
+            "capture=URL where a server has one role",
+        )

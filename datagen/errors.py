@@ -58,8 +58,28 @@ class CaptureUnproven(DatagenError):
     """The hidden states a server hands over are not what the drafter will be fed."""
 
 
+class StatesFaulty(DatagenError):
+    """So many captures are refused that the engine, not the rows, must be at fault."""
+
+
 class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
+
+
+class RepairRefused(DatagenError):
+    """Something is damaged that cannot be made anew from what is left."""
+
+
+class ExportRefused(DatagenError):
+    """A run cannot be written in a layout without saying something false."""
+
+
+class NoSuchSample(DatagenError):
+    """A name fits no sample of a run, or several."""
+
+
+class RetryRefused(DatagenError):
+    """No rejection stands that could be taken back."""
 
 
 class PrefectUnavailable(DatagenError):

@@ -118,6 +118,7 @@ def finetune(
 
 
 def _material(config: FinetuneConfig, notify: Notify) -> Any:
+    from datagen.drafter.coverage import coverage, coverage_line
     from datagen.drafter.dataset import first_by_hash, open_sources, require_disjoint
     from datagen.drafter.model import Drafter
     from datagen.drafter.start import (
@@ -165,6 +166,8 @@ def _material(config: FinetuneConfig, notify: Notify) -> Any:
         f"{len(vocab.target_ids_U):,} of {vocab.vocab_size:,} "
         f"(read in {time.monotonic() - started:.1f} s)"
     )
+    covered = coverage(sources, train, vocab)
+    notify(coverage_line(covered))
     settings = {
         **config.train.model_dump(mode="json"),
         "manifests": [s.info.sha256 for s in sources],
@@ -179,6 +182,7 @@ def _material(config: FinetuneConfig, notify: Notify) -> Any:
         "manifests": [{"path": s.info.path, "sha256": s.info.sha256} for s in sources],
         "init": init,
         "vocab_sha256": vocab.digest,
+        "vocab_coverage": covered,
         "target": {"model": info.target_model, "revision": info.target_revision},
         "boundaries": list(info.boundaries),
         "samples": {"train": len(train), "heldout": len(heldout)},

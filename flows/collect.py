@@ -14,7 +14,7 @@ from prefect.states import Failed
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from datagen.collect import CollectJob
-from datagen.config import collect_config
+from datagen.config import OnLength, collect_config
 from datagen.errors import DatagenError
 from flows.logs import flow_logger
 from flows.progress import RunView, rates
@@ -37,8 +37,13 @@ async def datagen(
     shard_mib: PositiveInt = 256,
     spool_mib: PositiveInt = 1024,
     concurrency: PositiveInt = 32,
+    max_concurrency: PositiveInt = 1024,
     attempts: PositiveInt = 3,
     patience_s: PositiveFloat = 300.0,
+    row_timeout_s: PositiveFloat = 1800.0,
+    on_length: OnLength = "keep",
+    loop_tokens: NonNegativeInt = 256,
+    metrics_port: NonNegativeInt = 0,
 ) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
 
@@ -60,8 +65,13 @@ async def datagen(
         shard_mib: Size at which a shard is sealed.
         spool_mib: Most hidden states asked for and not yet stored.
         concurrency: First window of each endpoint.
+        max_concurrency: Most rows at an endpoint at once.
         attempts: Attempts before a row is rejected.
         patience_s: Seconds to wait for a dead server.
+        row_timeout_s: Most seconds a row may take.
+        on_length: Answers cut at their limit are kept, rejected, or asked for longer.
+        loop_tokens: Repeated tokens at an answer's end that make it a loop; 0 allows any.
+        metrics_port: Where Prometheus may read, on 127.0.0.1; 0 is nowhere.
     """
     log = flow_logger()
     try:
@@ -70,7 +80,8 @@ async def datagen(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
             runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
             shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-            patience_s=patience_s,
+            patience_s=patience_s, max_concurrency=max_concurrency, row_timeout_s=row_timeout_s,
+            on_length=on_length, loop_tokens=loop_tokens, metrics_port=metrics_port,
         )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)
@@ -93,7 +104,6 @@ async def datagen(
 
 async def _collect_partitions(job: CollectJob) -> None:
     """One task run per pending partition, as many open as keep the servers full."""
-    gate = asyncio.Semaphore(job.max_open_partitions)
     failures: list[DatagenError] = []
 
     @task(
@@ -112,18 +122,20 @@ async def _collect_partitions(job: CollectJob) -> None:
         return {"collected": summary.collected, "rejected": sum(summary.rejected.values())}
 
     async def one(index: int) -> None:
-        async with gate:
+        try:
             await collect_partition(index)
-            if failures:
-                raise failures[0]
+        finally:
+            job.gate.release()
+        if failures:
+            raise failures[0]
 
-    tasks = [asyncio.create_task(one(i)) for i in job.pending_partitions]
     try:
-        await asyncio.gather(*tasks)
-    finally:  # of a failure or a cancellation: the other partitions close their files
-        for pending in tasks:
-            pending.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for index in job.pending_partitions:
+                await job.gate.admit()
+                group.create_task(one(index))
+    except BaseExceptionGroup as errors:  # the other partitions have closed their files
+        raise failures[0] if failures else errors.exceptions[0] from None
 
 
 @contextlib.asynccontextmanager

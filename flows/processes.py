@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -62,11 +63,25 @@ def holder(pid_file: Path) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _recorded(pid_file)
+        pid = _recorded(pid_file)
+        if pid is not None and _dying(pid):
+            fcntl.flock(fd, fcntl.LOCK_EX)  # the kernel frees it in a moment
+            return None
+        return pid
     else:
         return None
     finally:
         os.close(fd)
+
+
+def _dying(pid: int) -> bool:
+    """Whether SIGKILL has been sent to `pid`: on a busy machine it may hold its files a while yet."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    except OSError:
+        return False  # gone, or a system without /proc
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE)
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def start(service: Service) -> bool:

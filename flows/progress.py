@@ -47,17 +47,16 @@ class RunView:
     async def update(self) -> None:
         """Send the counters as they are now."""
         now = self._job.snapshot()
+        shown = "\n\n".join([now.line(), *now.endpoint_lines()])
         if self._artifact is None:
             self._artifact = await self._guarded(
                 acreate_progress_artifact(
-                    progress=now.percent, key="collect-progress", description=now.line()
+                    progress=now.percent, key="collect-progress", description=shown
                 )
             )
         else:
             await self._guarded(
-                aupdate_progress_artifact(
-                    self._artifact, progress=now.percent, description=now.line()
-                )
+                aupdate_progress_artifact(self._artifact, progress=now.percent, description=shown)
             )
 
     async def finished(self, manifest: Manifest) -> None:

@@ -1,7 +1,9 @@
 """A target without a model: SGLang's answers and real spool files, as fast as a socket gives them.
 
 For what is about the collector alone: its memory, its CPU, a full disk. Run as a module:
-    python -m tests.scripted_target PORT SPOOL_DIR
+    python -m tests.scripted_target PORT SPOOL_DIR [SPOIL]
+SPOIL: some captures hold NaN. `some`: those of every fifth sample; `first`: the first of every
+sample; `all`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import asyncio
 import hashlib
 import struct
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import orjson
 from aiohttp import web
 
 from datagen.capture.spool import spool_path, write_spool
-from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN
+from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN, free_port
 
 WIDTH = (len(BOUNDARIES) + 1) * HIDDEN
 
@@ -29,9 +33,18 @@ def answer_ids(input_ids: list[int]) -> list[int]:
     return [*np.random.default_rng(seed).integers(3, 500, 10).tolist(), 2]
 
 
-def app(spool: Path) -> web.Application:
+def app(spool: Path, spoil: str = "") -> web.Application:
     """The routes that the collector uses."""
     spool.mkdir(parents=True, exist_ok=True)
+    captured: set[bytes] = set()
+
+    def spoilt(rid: str, ids: list[int]) -> bool:
+        key = hashlib.sha256(repr(ids).encode()).digest()
+        first = key not in captured
+        captured.add(key)
+        if rid.startswith("preflight"):
+            return False
+        return {"some": key[0] % 5 == 0, "first": first, "all": True}.get(spoil, False)
 
     async def generate(request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
@@ -42,6 +55,8 @@ def app(spool: Path) -> web.Application:
             rows = np.random.default_rng(len(ids)).integers(
                 0x3C00, 0x4100, (len(ids), WIDTH), dtype=np.uint16
             )
+            if spoilt(rid, ids):
+                rows[len(ids) // 2, HIDDEN] = 0x7FC0
             size = write_spool(
                 path,
                 rows=[rows.data],
@@ -86,14 +101,27 @@ def app(spool: Path) -> web.Application:
     return routes
 
 
-async def main(port: int, spool: Path) -> None:
+async def main(port: int, spool: Path, spoil: str) -> None:
     """Serve until the process is ended."""
-    runner = web.AppRunner(app(spool), access_log=None)
+    runner = web.AppRunner(app(spool, spoil), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     print("serving", flush=True)
     await asyncio.Event().wait()
 
 
+@asynccontextmanager
+async def scripted(spool: Path, spoil: str = "") -> AsyncIterator[str]:
+    """One in this process's loop; yields its address."""
+    runner = web.AppRunner(app(spool, spoil), access_log=None)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+
+
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), "".join(sys.argv[3:4])))

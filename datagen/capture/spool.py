@@ -15,15 +15,21 @@ import hashlib
 import json
 import mmap
 import os
+import re
+import stat
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PROTOCOL = 1  # of request, answer and file together; an engine's answer names the one it speaks
 SUFFIX = ".safetensors"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 MAX_HEADER_BYTES = 1 << 20
+STALE_S, HALF_WRITTEN_S = 900.0, 60.0  # untouched for that long, nobody will come for a file
+NAME = re.compile(r"[0-9a-f]{32}\.safetensors(\.tmp|\.err)?")
 
 
 class SpoolError(Exception):
@@ -44,6 +50,13 @@ class SpoolFile:
     server: str
     rows: memoryview
     input_ids: tuple[int, ...]
+
+
+def default_spool(port: int) -> Path:
+    """Memory if there is a /dev/shm, else the temporary directory; one per user and port."""
+    memory = Path("/dev/shm")
+    root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return root / f"datagen-spool-{os.getuid()}-{port}"
 
 
 def spool_path(directory: str | Path, rid: str) -> Path:
@@ -156,6 +169,37 @@ def read_spool(path: Path) -> SpoolFile:
         raise SpoolError(f"{path}: checksum of the rows differs")
     ids = struct.unpack_from(f"<{n_tokens}i", view, base + end)
     return SpoolFile(rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep removed: files, and the bytes they held."""
+
+    n_files: int
+    n_bytes: int
+
+
+def sweep(directory: Path, *, older_than_s: float, now: float) -> Swept:
+    """Remove captures, error notes and half-written files that nobody touched for `older_than_s`.
+
+    A half-written file grows while its writer lives, so `HALF_WRITTEN_S` without growth is enough.
+    Files of other names stay. Raises OSError when the directory cannot be read.
+    """
+    n_files = n_bytes = 0
+    for entry in os.scandir(directory):
+        if not NAME.fullmatch(entry.name):
+            continue
+        half_written = entry.name.endswith(".tmp")
+        limit_s = min(older_than_s, HALF_WRITTEN_S) if half_written else older_than_s
+        try:
+            found = entry.stat(follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or now - found.st_mtime < limit_s:
+                continue
+            os.unlink(entry.path)
+        except FileNotFoundError:  # its reader was first
+            continue
+        n_files, n_bytes = n_files + 1, n_bytes + found.st_size
+    return Swept(n_files, n_bytes)
 
 
 def discard(path: Path) -> None:

@@ -1,6 +1,33 @@
 """The command line. Every error is one line and an exit code."""
 
-from datagen.cli import breakeven, commands, evaluate, finetune, plan, report
+from datagen.cli import (
+    breakeven,
+    commands,
+    evaluate,
+    export,
+    finetune,
+    inspect,
+    launch,
+    plan,
+    repair,
+    report,
+    retry,
+    spool,
+)
 from datagen.cli.app import main
 
-__all__ = ["breakeven", "commands", "evaluate", "finetune", "main", "plan", "report"]
+__all__ = [
+    "breakeven",
+    "commands",
+    "evaluate",
+    "export",
+    "finetune",
+    "inspect",
+    "launch",
+    "main",
+    "plan",
+    "repair",
+    "report",
+    "retry",
+    "spool",
+]

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from datagen.errors import DatagenError, Interrupted
 
@@ -17,6 +27,18 @@ app = typer.Typer(
     add_completion=False,
 )
 out, err = Console(), Console(stderr=True)
+
+
+@contextlib.contextmanager
+def partition_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; yields what takes (partitions done, partitions in all)."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("partitions"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+        bar = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
 
 
 def main() -> None:

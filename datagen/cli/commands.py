@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from datagen.cli.app import app, err, out
+from datagen.cli.app import app, err, out, partition_bar
 from datagen.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -68,16 +68,29 @@ def collect(
     max_new_tokens: Annotated[int, typer.Option(help="Per response; 0 is the profile's.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the train split; -1: profile's.")] = -1.0,
     seed: Annotated[int, typer.Option(help="Run seed: sampling seeds derive from it.")] = 0,
-    codec: Annotated[str, typer.Option(help="How states are stored.")] = "plane",
+    codec: Annotated[str, typer.Option(help="plane, ipc-zstd or mantissa-4 (lossy).")] = "plane",
     runs_dir: RunsDir = "runs",
     tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
     partition_prompts: Annotated[int, typer.Option(help="Prompts in a partition.")] = 25,
     shard_mib: Annotated[int, typer.Option(help="Size at which a shard is sealed.")] = 256,
     spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
+    max_concurrency: Annotated[int, typer.Option(help="Most rows at an endpoint.")] = 1024,
     attempts: Annotated[int, typer.Option(help="Attempts before a row is rejected.")] = 3,
     patience_s: Annotated[float, typer.Option(help="Wait for a dead server.")] = 300.0,
+    row_timeout_s: Annotated[float, typer.Option(help="Most a row may take.")] = 1800.0,
+    on_length: Annotated[
+        str, typer.Option(help="Answers cut at their limit: keep, reject, or ask longer.")
+    ] = "keep",
+    loop_tokens: Annotated[
+        int, typer.Option(help="Repetition that is no answer; 0: any is.")
+    ] = 256,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0 is off.")] = 0,
     api_key: Annotated[str, typer.Option(envvar="DATAGEN_API_KEY", help="Bearer token.")] = "",
+    capture_mode: Annotated[str, typer.Option(help="spool, or json for small runs.")] = "spool",
+    final_endpoint: Annotated[
+        str, typer.Option(help="json: a second server that hands over the final state.")
+    ] = "",
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
     from datagen.config import collect_config
@@ -87,20 +100,24 @@ def collect(
         max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
         runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
         shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-        patience_s=patience_s, api_key=api_key,
+        patience_s=patience_s, api_key=api_key, max_concurrency=max_concurrency,
+        row_timeout_s=row_timeout_s, on_length=on_length, loop_tokens=loop_tokens,
+        metrics_port=metrics_port, capture_mode=capture_mode, final_endpoint=final_endpoint,
     )  # fmt: skip
     import uvloop
 
-    manifest = uvloop.run(_collect(config))
+    manifest = uvloop.run(collect_watched(config))
     print_summary(manifest, config.run)
 
 
-async def _collect(config: CollectConfig) -> Manifest:
+async def collect_watched(config: CollectConfig, *, frozen: bool = False) -> Manifest:
     """Run the job under a progress line; the first signal drains, the second aborts."""
     from datagen.collect import CollectJob
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    async with CollectJob.open(config, lambda text: err.print(text, highlight=False)) as job:
+    async with CollectJob.open(
+        config, lambda text: err.print(text, highlight=False), frozen=frozen
+    ) as job:
         stopping: list[asyncio.Task[None]] = []
 
         def interrupted() -> None:
@@ -133,14 +150,15 @@ def verify(
     run: RunArgument = "demo",
     runs_dir: RunsDir = "runs",
     quick: Annotated[bool, typer.Option(help="Checksums only.")] = False,
+    workers: Annotated[int, typer.Option(help="Partitions read at once; 0: one a core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Re-read everything a run stored, and prove it: exit 1 names the file and row of any fault."""
     from datagen.store.verify import verify_run
 
     root = run_directory(run, runs_dir)
-    with err.status(f"verifying {root}"):
-        report = verify_run(root, quick=quick)
+    with partition_bar(f"verifying {root}") as progress:
+        report = verify_run(root, quick=quick, workers=workers or None, progress=progress)
     if as_json:
         out.print_json(json.dumps(report.as_dict()))
     else:
@@ -175,7 +193,8 @@ async def _watch(job: CollectJob) -> None:
     if err.is_terminal:
         with err.status("collecting") as view:
             while True:
-                view.update(job.snapshot().line())
+                now = job.snapshot()
+                view.update("\n  ".join([now.line(), *now.endpoint_lines()]))
                 await asyncio.sleep(0.5)
     while True:
         await asyncio.sleep(10)

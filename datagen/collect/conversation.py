@@ -11,25 +11,31 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from datagen.capture.spool import SpoolFile, discard
+from datagen.collect.answers import fault
 from datagen.collect.budget import ByteBudget
+from datagen.collect.encoding import EncodePool
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
-from datagen.fanout.dispatcher import Answered, Dispatcher, Priority, Rejected
+from datagen.errors import StatesFaulty
+from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
+from datagen.fanout.lengths import LengthModel
+from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import context_messages, split_turns
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards, examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
-from datagen.target.capture import rows_of, take_capture
-from datagen.target.client import Capture, Generation
+from datagen.target.client import Generation, SGLangClient
+from datagen.target.failures import RowFailure
+from datagen.target.states import Captured, capture_rows
 from datagen.target.tokens import Renderer
 
 T = TypeVar("T")
@@ -44,9 +50,14 @@ class Workshop:
     dispatcher: Dispatcher
     committer: GroupCommitter
     commits: asyncio.Semaphore
+    encoders: EncodePool
     budget: ByteBudget
     progress: Progress
+    guards: Guards
     context_length: int
+    final: SGLangClient | None = None
+    """A second server, for the final state alone."""
+    lengths: LengthModel = field(default_factory=LengthModel)
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
         """Run `action` on the writer thread; returns once its rows are durable."""
@@ -54,10 +65,13 @@ class Workshop:
             return await asyncio.wrap_future(self.committer.submit(store, action))
 
 
-def row_seed(run_seed: int, prompt_id: str, turn: int) -> int:
-    """The sampling seed of a row, 31 bits: a pure function of run seed, prompt and turn."""
-    key = f"{run_seed}/{prompt_id}/{turn}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+def row_seed(run_seed: int, prompt_id: str, turn: int, refused: int = 0) -> int:
+    """The sampling seed of a row, 31 bits: a pure function of run seed, prompt and turn.
+
+    `refused`: answers to it that were no answers (loops); failures of a server do not change it.
+    """
+    key = f"{run_seed}/{prompt_id}/{turn}" + (f"/{refused}" if refused else "")
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
 
 
 async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedPrompt) -> None:
@@ -65,6 +79,7 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
     segments = split_turns(json.loads(prompt.messages))
     tools = json.loads(prompt.tools) if prompt.tools else None
     answers: list[str] = []
+    sticky: str | None = None
     async with asyncio.TaskGroup() as captures:
         for turn in range(prompt.n_turns):
             outcome = store.outcome(prompt.prompt_id, turn)
@@ -75,7 +90,7 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
                     context_messages(segments, answers, turn), tools, prompt.thinking
                 )
                 try:
-                    response = await _respond(shop, store, prompt, turn, ids)
+                    response = await _respond(shop, store, prompt, turn, ids, sticky)
                 except Rejected as e:
                     await _reject(shop, store, prompt, turn, "generate", e)
                     break
@@ -84,46 +99,89 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
                     store, partial(PartitionStore.response, prompt_id=prompt.prompt_id, turn=turn)
                 )
             answers.append(response.text)
+            sticky = response.endpoint
             if store.outcome(prompt.prompt_id, turn) is Outcome.RESPONDED:
                 captures.create_task(_capture(shop, store, prompt, response))
     shop.progress.prompts_done += 1
 
 
 async def _respond(
-    shop: Workshop, store: PartitionStore, prompt: PlannedPrompt, turn: int, ids: list[int]
+    shop: Workshop,
+    store: PartitionStore,
+    prompt: PlannedPrompt,
+    turn: int,
+    ids: list[int],
+    sticky: str | None,
 ) -> Response:
     """Have the target answer `ids`, and store the response. Raises Rejected."""
     config = shop.config
-    room = shop.context_length - prompt.max_new_tokens - 1
-    if len(ids) > room:
+    room = shop.context_length - len(ids) - 1
+    if prompt.max_new_tokens > room:
         raise Rejected(
             "over_context",
             f"{len(ids)} context tokens and {prompt.max_new_tokens} new ones exceed "
             f"{shop.context_length}",
             0,
         )
-    sampling = config.sampling.heldout if prompt.split == "heldout" else config.sampling.train
-    seed = row_seed(config.seed, prompt.prompt_id, turn) if sampling.temperature > 0 else None
-
-    async def ask(endpoint: Endpoint) -> Generation:
-        return await endpoint.generate(
-            ids,
-            rid=_fresh_rid(prompt, turn, "g"),
-            sampling=sampling,
-            max_new_tokens=prompt.max_new_tokens,
-            stop_token_ids=config.profile.stop_token_ids,
-            seed=seed,
-        )
-
-    priority = Priority.NEXT_TURN if turn else Priority.FIRST_TURN
-    answered = await shop.dispatcher.run(ask, priority)
+    kind = f"{prompt.source}/{prompt.thinking}"
+    limits = [prompt.max_new_tokens]
+    if config.on_length == "longer":
+        limits.append(min(2 * prompt.max_new_tokens, room))
+    for limit in limits:
+        seed, answered = await _ask(shop, prompt, turn, ids, sticky, kind, limit)
+        if answered.value.finish_reason != "length":
+            break
+        shop.progress.cut_by_length += 1
     said = answered.value
-    if not set(said.output_ids) - set(config.profile.stop_token_ids):
-        raise Rejected("empty_output", f"{said.completion_tokens} tokens", answered.attempts)
+    shop.lengths.observe(kind, len(said.output_ids))
+    if said.finish_reason == "length" and config.on_length == "reject":
+        raise Rejected("cut_by_length", f"{len(said.output_ids)} tokens", answered.attempts)
     response = _response_of(prompt, turn, ids, seed, answered)
     await shop.commit(store, lambda s: s.add_response(response))
     shop.progress.generated(len(said.output_ids))
     return response
+
+
+async def _ask(
+    shop: Workshop,
+    prompt: PlannedPrompt,
+    turn: int,
+    ids: list[int],
+    sticky: str | None,
+    kind: str,
+    limit: int,
+) -> tuple[int | None, Answered[Generation]]:
+    """One answer of at most `limit` tokens, and the seed that drew it. Raises Rejected."""
+    config = shop.config
+    sampling = config.sampling.heldout if prompt.split == "heldout" else config.sampling.train
+    stop, drawn = config.profile.stop_token_ids, sampling.temperature > 0
+    refused = 0
+    seed: int | None = None
+
+    async def ask(endpoint: Endpoint) -> Generation:
+        nonlocal refused, seed
+        seed = row_seed(config.seed, prompt.prompt_id, turn, refused) if drawn else None
+        said = await endpoint.generate(
+            ids,
+            rid=_fresh_rid(prompt, turn, "g"),
+            sampling=sampling,
+            max_new_tokens=limit,
+            stop_token_ids=stop,
+            seed=seed,
+        )
+        reason = fault(said.output_ids, stop, config.loop_tokens)
+        if reason is not None:
+            refused += 1  # another draw may do better; greedy decoding would only repeat itself
+            raise RowFailure(reason, f"{len(said.output_ids)} tokens", permanent=not drawn)
+        return said
+
+    if shop.lengths.is_long(kind, prompt.n_turns - turn):
+        priority = Priority.LONG
+    else:
+        priority = Priority.NEXT_TURN if turn else Priority.FIRST_TURN
+    work = Work(ask, Role.GENERATE, priority, limit, lambda g: len(g.output_ids), sticky)
+    answered = await shop.dispatcher.run(work)
+    return seed, answered
 
 
 def _response_of(
@@ -138,7 +196,7 @@ def _response_of(
         prompt_id=prompt.prompt_id,
         turn=turn,
         context_ids=np.asarray(ids, dtype=np.int32),
-        response_ids=np.asarray(said.output_ids, dtype=np.int32),
+        response_ids=said.output_ids,
         text=said.text,
         finish_reason=said.finish_reason,
         stop_reason_detail=said.matched,
@@ -158,22 +216,42 @@ def _response_of(
 async def _capture(
     shop: Workshop, store: PartitionStore, prompt: PlannedPrompt, response: Response
 ) -> None:
-    """Prefill context and response, and store the states of every token."""
-    profile = shop.config.profile
+    """Prefill context and response, and store the states of every token.
+
+    States that a guard refuses are asked for again, as after any failure of a row.
+    """
+    profile, guards, loop = shop.config.profile, shop.guards, asyncio.get_running_loop()
+    refused = None
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
 
-    async def prefill(endpoint: Endpoint) -> tuple[Capture, SpoolFile]:
+    async def prefill(endpoint: Endpoint) -> Captured:
+        nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
-        capture = await endpoint.capture(ids, rid=rid)
-        return capture, await take_capture(capture, ids, rid, profile)
+        mode = shop.config.capture.mode
+        captured = await capture_rows(endpoint, ids, rid, profile, mode=mode, final=shop.final)
+        found = await loop.run_in_executor(None, examine, captured.rows, len(ids), guards.spec)
+        try:
+            refused = guards.judge(found, endpoint.url, first=refused is None)
+        except StatesFaulty:
+            captured.discard()
+            raise
+        if refused is not None:
+            captured.discard()
+            raise RowFailure(refused.reason, refused.detail)
+        return captured
 
     async with shop.budget.hold(n_bytes):
         try:
-            capture, spooled = (await shop.dispatcher.run(prefill, Priority.CAPTURE)).value
+            work = Work(
+                prefill, Role.CAPTURE, Priority.CAPTURE, len(ids), lambda _: len(ids),
+                response.endpoint,
+            )  # fmt: skip
+            captured = (await shop.dispatcher.run(work)).value
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
+        encoded = await shop.encoders.encode(store, captured.rows)
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -181,10 +259,10 @@ async def _capture(
                 response.turn,
                 np.asarray(ids, dtype=np.int32),
                 len(response.context_ids),
-                rows_of(spooled),
+                encoded,
             ),
         )
-        discard(capture.path)
+        captured.discard()
     shop.progress.captured(len(ids), n_bytes)
 
 
@@ -199,18 +277,22 @@ async def _reject(
     later_turns: bool = True,
 ) -> None:
     """Enter one turn into the books as rejected, and the later ones with it, in one commit."""
-    last = prompt.n_turns if later_turns else turn + 1
+    following = [
+        later
+        for later in range(turn + 1, prompt.n_turns if later_turns else 0)
+        if store.outcome(prompt.prompt_id, later) in (Outcome.PENDING, Outcome.RESPONDED)
+    ]
 
     def enter(s: PartitionStore) -> None:
         s.add_rejection(prompt.prompt_id, turn, stage, why.reason, why.detail, why.attempts)
-        for later in range(turn + 1, last):
+        for later in following:
             s.add_rejection(
                 prompt.prompt_id, later, stage, "earlier_turn", f"turn {turn}: {why.reason}", 0
             )
 
     await shop.commit(store, enter)
     shop.progress.rejected(why.reason)
-    for _ in range(turn + 1, last):
+    for _ in following:
         shop.progress.rejected("earlier_turn")
 
 

@@ -6,13 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import Workshop, collect_prompt
+from datagen.collect.descriptors import ensure_descriptors
+from datagen.collect.encoding import EncodePool
+from datagen.collect.endings import first_cause
+from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
+from datagen.collect.metrics import serving_metrics
 from datagen.collect.opening import (
     Notify,
     freeze_plan,
@@ -20,25 +25,35 @@ from datagen.collect.opening import (
     manifest_header,
     open_plan,
     run_yaml,
+    states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
+from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
-from datagen.errors import ConfigError, DatagenError, Interrupted
+from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.rows import Role
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
+from datagen.store.encoder import Encoder
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.group_commit import GroupCommitter
+from datagen.store.guards import Guards
 from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
-from datagen.store.states import StatesSpec
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.preflight import ServerReport, inspect_server, prove_capture
+from datagen.target.preflight import (
+    ServerReport,
+    inspect_server,
+    prove_capture,
+    require_whole_prefills,
+)
 
 MAX_QUEUED_COMMITS = 512
+REFIT_SAMPLES = 8
 PROBE = "Write three sentences about the sea, then count to ten."
 
 
@@ -56,18 +71,30 @@ class CollectJob:
     probe_tokens: int = 0
     manifest: Manifest | None = None
     _shop: Workshop | None = None
+    _encoder: Encoder | None = None
+    gate: PartitionGate = field(init=False)
+    """Admits partitions: `await gate.admit()` before `collect_partition`, `gate.release()` after."""
+
+    def __post_init__(self) -> None:
+        self.gate = PartitionGate(lambda: self.max_open_partitions)
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: CollectConfig, notify: Notify) -> AsyncIterator[CollectJob]:
+    async def open(
+        cls, config: CollectConfig, notify: Notify, *, frozen: bool = False
+    ) -> AsyncIterator[CollectJob]:
         """Lock the run, prove the target, freeze the plan (or load the frozen one).
 
+        `frozen`: go on with the run's own plan; its mix, which may be gone, is not read again.
         A run that is already complete opens without contacting a server. Raises DatagenError: one
         clear line for each thing that can be wrong, before anything is written or asked.
         """
-        mix = load_mix(config.mix)
-        offline = offline_fields(config, mix_digest(mix))
         layout = RunLayout(config.run)
+        mix = None if frozen else load_mix(config.mix)
+        digest = (
+            Fingerprint.load(layout.fingerprint).fields["mix"] if mix is None else mix_digest(mix)
+        )
+        offline = offline_fields(config, digest)
         layout.root.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
             stack.enter_context(RunLock(layout.lock))
@@ -78,6 +105,7 @@ class CollectJob:
                 job = cls._finished(config, layout, stored, notify)
             else:
                 job = await cls._prepare(config, layout, mix, offline, stored, notify, stack)
+                await stack.enter_async_context(serving_metrics(job, config.metrics_port))
             yield job
 
     @classmethod
@@ -96,13 +124,13 @@ class CollectJob:
         cls,
         config: CollectConfig,
         layout: RunLayout,
-        mix: Mix,
+        mix: Mix | None,
         offline: dict[str, Any],
         stored: Fingerprint | None,
         notify: Notify,
         stack: AsyncExitStack,
     ) -> CollectJob:
-        timeouts = Timeouts(row=config.row_timeout_s)
+        timeouts = Timeouts(row=config.dispatch.pace.row_timeout_s)
         clients = [
             await stack.enter_async_context(
                 SGLangClient(url, timeouts=timeouts, api_key=config.api_key)
@@ -112,10 +140,26 @@ class CollectJob:
         servers = [await inspect_server(c, config.profile) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
         probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
-        for client in clients:
-            await prove_capture(client, config.profile, probe_ids)
+        specs = server_specs(config, clients, servers)
+        ensure_descriptors(sum(s.limit or 0 for s in specs))
+        final = None
+        if config.capture.final_endpoint:
+            final = await stack.enter_async_context(
+                SGLangClient(
+                    config.capture.final_endpoint, timeouts=timeouts, api_key=config.api_key
+                )
+            )
+        if config.capture.mode == "json":
+            last = [await inspect_server(final, config.profile)] if final else []
+            for report in [*servers, *last]:
+                require_whole_prefills(report)
+        for client in (c for c in clients if config.role(c.url) & Role.CAPTURE):
+            await prove_capture(
+                client, config.profile, probe_ids, mode=config.capture.mode, final=final
+            )
             notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
         if stored is None:
+            assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)
@@ -124,23 +168,26 @@ class CollectJob:
             fingerprint.save(layout.fingerprint)
         else:
             fingerprint.require_same(stored, layout.root)
-        limits = {s.url: s.max_running_requests for s in servers if s.max_running_requests}
-        dispatcher = await stack.enter_async_context(
-            Dispatcher(clients, config.dispatch, server_limits=limits)
-        )
+        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
+        encoders = EncodePool()
+        stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
         job.probe_tokens = len(probe_ids)
+        job._encoder = Encoder(states_spec(config), refit_after=REFIT_SAMPLES)
         job._shop = Workshop(
             config=config,
             renderer=renderer,
             dispatcher=dispatcher,
             committer=committer,
             commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
+            guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),
             context_length=min(s.context_length for s in servers),
+            final=final,
         )
         job._count_sealed()
         return job
@@ -190,7 +237,7 @@ class CollectJob:
                     conversations.create_task(collect_prompt(shop, store, prompt))
             summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
         except BaseExceptionGroup as group:
-            raise _cause(group) from None
+            raise first_cause(group) from None
         finally:
             await asyncio.shield(shop.commit(store, lambda s: s.close()))
         self.progress.partitions_sealed += 1
@@ -198,21 +245,21 @@ class CollectJob:
 
     async def collect_all(self) -> Manifest:
         """Every pending partition, then the manifest."""
-        gate = asyncio.Semaphore(self.max_open_partitions) if not self.complete else None
-
-        async def one(index: int) -> None:
-            assert gate is not None
-            async with gate:
-                await self.collect_partition(index)
-
-        if gate is not None:
+        if not self.complete:
             try:
                 async with asyncio.TaskGroup() as group:
                     for index in self.pending_partitions:
-                        group.create_task(one(index))
+                        await self.gate.admit()
+                        group.create_task(self._collect_admitted(index))
             except BaseExceptionGroup as errors:
-                raise _cause(errors) from None
+                raise first_cause(errors) from None
         return await self.finish()
+
+    async def _collect_admitted(self, index: int) -> None:
+        try:
+            await self.collect_partition(index)
+        finally:
+            self.gate.release()
 
     async def finish(self) -> Manifest:
         """Write the manifest once every partition is sealed."""
@@ -238,9 +285,21 @@ class CollectJob:
             )
         )
 
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """What feeds the servers; None when the run is complete."""
+        return self._shop.dispatcher if self._shop else None
+
     def snapshot(self) -> ProgressSnapshot:
         """Counters now."""
-        return self.progress.snapshot(self._shop.dispatcher.state() if self._shop else [])
+        dispatcher = self.dispatcher
+        if dispatcher is None:
+            return self.progress.snapshot([])
+        return self.progress.snapshot(
+            dispatcher.state(),
+            queue_wait_p50_s=dispatcher.queue_wait.quantile(0.5),
+            loop_lag_p99_s=dispatcher.loop_lag.quantile(0.99),
+        )
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -250,19 +309,12 @@ class CollectJob:
         return self._shop
 
     def _open_store(self, index: int) -> PartitionStore:
-        profile = self.config.profile
-        spec = StatesSpec(
-            boundaries=profile.boundaries,
-            final_norm=profile.final_norm,
-            dtype=profile.capture_dtype,
-            hidden_size=profile.hidden_size,
-            codec=self.config.codec,
-        )
         return PartitionStore.open(
             self.layout.partition(index),
             fingerprint_digest=self.fingerprint.digest,
-            spec=spec,
+            spec=states_spec(self.config),
             shard_bytes=self.config.shard_mib * MIB,
+            encoder=self._encoder,
         )
 
     def _count_sealed(self) -> None:
@@ -279,16 +331,3 @@ class CollectJob:
                     prompts_done=summary.prompts,
                 )
                 progress.partitions_sealed += 1
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to report of a group: ours before others, the first before the later."""
-    leaves: list[BaseException] = []
-    queue: list[BaseException] = [group]
-    while queue:
-        error = queue.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            queue[:0] = error.exceptions
-        else:
-            leaves.append(error)
-    return next((e for e in leaves if isinstance(e, DatagenError)), leaves[0])

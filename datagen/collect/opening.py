@@ -11,7 +11,7 @@ import yaml
 
 from datagen.config import CollectConfig
 from datagen.embedded.weights import ensure_checkpoint
-from datagen.errors import CorruptFile
+from datagen.errors import ConfigError, CorruptFile
 from datagen.prompts.mix import Mix
 from datagen.prompts.plan import build_plan
 from datagen.store.atomic import write_json_atomic
@@ -19,8 +19,11 @@ from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import ManifestHeader, StatesEntry
 from datagen.store.plan import Plan, write_plan
+from datagen.store.states import StatesSpec
+from datagen.strict import parse
 from datagen.target.client import SGLangClient
 from datagen.target.preflight import ServerReport
+from datagen.target.profile import Profile
 from datagen.target.tokens import Renderer, TemplateRenderer
 
 Notify = Callable[[str], None]
@@ -58,6 +61,15 @@ async def load_renderer(config: CollectConfig, client: SGLangClient, notify: Not
     )
 
 
+def tokenizer_source(root: Path, given: str = "") -> tuple[str | Path, Profile]:
+    """Where the tokenizer of run `root` is, without asking a server, and the target's profile."""
+    config = stored_config(root)
+    profile = config.profile
+    if given or config.tokenizer:
+        return given or str(config.tokenizer), profile
+    return (ensure_checkpoint() if profile.embedded else profile.model), profile
+
+
 def freeze_plan(
     config: CollectConfig, layout: RunLayout, mix: Mix, renderer: Renderer, notify: Notify
 ) -> None:
@@ -76,10 +88,43 @@ def freeze_plan(
     write_json_atomic(layout.prompt_report, result.report.as_dict())
 
 
+def stored_config(root: Path, *, endpoints: str = "", api_key: str = "") -> CollectConfig:
+    """The settings that run `root` was started with; raises ConfigError.
+
+    `endpoints`: URLs separated by commas, in place of the run's own.
+    """
+    path = RunLayout(root).run_yaml
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError(
+            f"its settings cannot be read: {e}",
+            where=path,
+            fix="run the collect command that began the run: it goes on where the disk says",
+        ) from e
+    urls = tuple(u.strip() for u in endpoints.split(",") if u.strip())
+    changes = {"run": root, **({"endpoints": urls} if urls else {}), "api_key": api_key or None}
+    return parse(
+        {**given, **changes} if isinstance(given, dict) else given, CollectConfig, where=path
+    )
+
+
 def run_yaml(config: CollectConfig) -> bytes:
     """The settings as given, for people; secrets left out."""
     plain = config.model_dump(mode="json", exclude={"api_key"})
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode()
+
+
+def states_spec(config: CollectConfig) -> StatesSpec:
+    """What a row of states is in this run."""
+    profile = config.profile
+    return StatesSpec(
+        boundaries=profile.boundaries,
+        final_norm=profile.final_norm,
+        dtype=profile.capture_dtype,
+        hidden_size=profile.hidden_size,
+        codec=config.codec,
+    )
 
 
 def manifest_header(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 RATE_WINDOW_S = 30.0
 
@@ -27,7 +28,10 @@ class ProgressSnapshot:
     eta_s: float | None
     elapsed_s: float
     rejects: dict[str, int]
-    endpoints: list[dict[str, object]] = field(default_factory=list)
+    cut_by_length: int
+    endpoints: list[dict[str, Any]] = field(default_factory=list)
+    queue_wait_p50_s: float | None = None
+    loop_lag_p99_s: float | None = None
 
     @property
     def pending(self) -> int:
@@ -38,6 +42,21 @@ class ProgressSnapshot:
     def percent(self) -> float:
         """Share of the planned samples that is accounted for, 0 to 100."""
         return 100.0 * (1 - self.pending / self.planned) if self.planned else 100.0
+
+    def endpoint_lines(self) -> list[str]:
+        """What each server does, and how long rows wait for one; for views with room."""
+        lines = [
+            f"{e['url']} {e['state']}: {e['running']}/{e['window']} rows, {e['answered']:,} answered, "
+            f"p50 {_seconds(e['latency_p50_s'])}, p99 {_seconds(e['latency_p99_s'])}"
+            + "".join(f", {n:,} {reason}" for reason, n in sorted(e["failures"].items()))
+            for e in self.endpoints
+        ]
+        if lines:
+            lines.append(
+                f"queue wait p50 {_seconds(self.queue_wait_p50_s)}, "
+                f"event loop lag p99 {_seconds(self.loop_lag_p99_s)}"
+            )
+        return lines
 
     def line(self) -> str:
         """Everything a progress card can show, on one line."""
@@ -51,6 +70,13 @@ class ProgressSnapshot:
         ]
         if self.eta_s is not None:
             parts.append(f"ETA {format_seconds(self.eta_s)}")
+        if self.endpoints:
+            up = sum(e["state"] == "closed" for e in self.endpoints)
+            running = sum(e["running"] for e in self.endpoints)
+            window = sum(e["window"] for e in self.endpoints)
+            parts.append(f"{up}/{len(self.endpoints)} endpoints, {running}/{window} rows in flight")
+        if self.cut_by_length:
+            parts.append(f"{self.cut_by_length:,} answers cut at their limit")
         if self.rejects:
             parts.append(
                 "rejected " + ", ".join(f"{n} {r}" for r, n in sorted(self.rejects.items()))
@@ -69,6 +95,7 @@ class Progress:
         self.planned = self.prompts_total = self.partitions_total = 0
         self.collected = self.prompts_done = self.partitions_sealed = 0
         self.tokens_generated = self.tokens_captured = self.raw_bytes = 0
+        self.cut_by_length = 0
         self.rejects: Counter[str] = Counter()
 
     def restored(self, *, collected: int, rejects: dict[str, int], prompts_done: int) -> None:
@@ -94,7 +121,13 @@ class Progress:
         self.rejects[reason] += 1
         self._session_samples += 1
 
-    def snapshot(self, endpoints: list[dict[str, object]]) -> ProgressSnapshot:
+    def snapshot(
+        self,
+        endpoints: list[dict[str, Any]],
+        *,
+        queue_wait_p50_s: float | None = None,
+        loop_lag_p99_s: float | None = None,
+    ) -> ProgressSnapshot:
         """The state now."""
         now = self._clock()
         while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
@@ -121,8 +154,15 @@ class Progress:
             eta_s=eta,
             elapsed_s=elapsed,
             rejects=dict(self.rejects),
+            cut_by_length=self.cut_by_length,
             endpoints=endpoints,
+            queue_wait_p50_s=queue_wait_p50_s,
+            loop_lag_p99_s=loop_lag_p99_s,
         )
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} s"
 
 
 def format_bytes(n: float) -> str:

@@ -35,6 +35,7 @@ class Server:
         app.router.add_get("/health_generate", self.health_generate)
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self.server_info)
+        app.router.add_get("/metrics", self.metrics)
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, self.model_info)
         app.router.add_post("/generate", self.generate)
@@ -65,6 +66,20 @@ class Server:
         if (mean := self._engine.mean_accept_length) is not None:
             state["avg_spec_accept_length"] = mean
         return _json({**self._info, "internal_states": [state]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """SGLang's gauges and counters, as far as the dispatcher reads them."""
+        running, queued = self._engine.load
+        values = {
+            "num_running_reqs": running,
+            "num_queue_reqs": queued,
+            "token_usage": self._engine.token_usage,
+            "prompt_tokens_total": self._engine.prompt_tokens,
+            "generation_tokens_total": self._engine.generated_tokens,
+        }
+        label = f'{{model_name="{self._info["served_model_name"]}"}}'
+        lines = [f"sglang:{name}{label} {value}\n" for name, value in values.items()]
+        return web.Response(text="".join(lines))
 
     async def model_info(self, _: web.Request) -> web.Response:
         """What is served."""
@@ -141,12 +156,21 @@ class Server:
             "weight_version": self._model_info["weight_version"],
             "e2e_latency": time.monotonic() - request.arrived,
         }
+        if request.top_logprobs is not None and request.spec is None:
+            pairs = list(zip(ids, request.output_logprobs, strict=True))
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[chosen, i, None] for i, (chosen, _) in pairs]
+            if request.top_logprobs:
+                meta["input_top_logprobs"] = []
+                meta["output_top_logprobs"] = [[[p, i, None] for p, i in t] for _, (_, t) in pairs]
         if request.spec is not None:
             meta |= request.spec.meta_info(len(ids))
             if request.return_steps:
                 meta["datagen_spec_steps"] = request.spec.steps
         if request.capture_note is not None:
             meta |= {"datagen": [request.capture_note], "hidden_states": []}
+        if request.states is not None:
+            meta["hidden_states"] = [request.states]
         answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
         if request.return_prompt_token_ids:
             answer["prompt_token_ids"] = request.input_ids

@@ -13,7 +13,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,34 +20,14 @@ from tokenizers import Tokenizer
 
 from datagen.embedded.cache import SequenceCache
 from datagen.embedded.capture import SpoolWriter
+from datagen.embedded.job import PIECE_TOKENS, Job
 from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
-from datagen.embedded.sampling import next_tokens
-from datagen.embedded.speculate import DraftState, SpecCounts, Speculator, verified
+from datagen.embedded.sampling import next_tokens, scored
+from datagen.embedded.speculate import SpecCounts, Speculator, verified
 
-PIECE_TOKENS = 512  # per step: larger packs gain nothing on a CPU and stall running requests
 CACHE_TOKENS = 65536  # of all running requests, at their longest: 3 GB for the shipped model
 SHUTTING_DOWN = {"type": "abort", "message": "The server is shutting down."}
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: Request
-    done: Callable[[Request], None]
-    cache: SequenceCache | None = None
-    n_read: int = 0  # prompt tokens prefilled so far
-    rows: list[torch.Tensor] = field(default_factory=list)  # captured so far, a piece each
-    draft: DraftState | None = None
-
-    @property
-    def n_next(self) -> int:
-        """Size of the next piece of the prompt."""
-        return min(len(self.request.input_ids) - self.n_read, PIECE_TOKENS)
-
-    @property
-    def most_tokens(self) -> int:
-        """Context and response at their longest."""
-        return len(self.request.input_ids) + self.request.params.max_new_tokens
 
 
 class Engine:
@@ -73,11 +52,13 @@ class Engine:
         self._verified = self._accepted = 0
         self.max_running, self.context_length = max_running, context_length
         self._exact = model.dtype == torch.float32
-        self._inbox: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
-        self._waiting: deque[_Job] = deque()
-        self._reading: list[_Job] = []  # prompts cut in pieces, of which some are read
-        self._running: list[_Job] = []
+        self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._reading: list[Job] = []  # prompts cut in pieces, of which some are read
+        self._running: list[Job] = []
         self._ending = False
+        self.prompt_tokens = self.generated_tokens = 0
+        """Counters since the start, for /metrics."""
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -87,7 +68,7 @@ class Engine:
 
     def submit(self, request: Request, done: Callable[[Request], None]) -> None:
         """Queue a request; `done` gets it back finished."""
-        job = _Job(request, done)
+        job = Job(request, done)
         if self._ending:
             self._finish(job, SHUTTING_DOWN)
         else:
@@ -106,6 +87,11 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Requests running, requests queued."""
         return len(self._running), len(self._waiting) + len(self._reading)
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the cache that what runs may come to fill."""
+        return sum(j.most_tokens for j in list(self._running)) / CACHE_TOKENS
 
     @property
     def mean_accept_length(self) -> float | None:
@@ -149,7 +135,7 @@ class Engine:
                 self._waiting.append(message)
 
     def _drop(self, rid: str) -> None:
-        def named(jobs: Iterable[_Job]) -> list[_Job]:
+        def named(jobs: Iterable[Job]) -> list[Job]:
             return [j for j in jobs if not rid or j.request.rid == rid]
 
         for queue_, name in ((self._waiting, "waiting queue"), (self._reading, "prefill"),
@@ -158,7 +144,7 @@ class Engine:
                 queue_.remove(job)
                 self._finish(job, {"type": "abort", "message": f"Abort in {name}"})
 
-    def _next_pack(self) -> list[_Job]:
+    def _next_pack(self) -> list[Job]:
         """Whose next piece to read now: started prompts first, then the queue, up to a budget."""
         pack = list(self._reading)
         room = PIECE_TOKENS - sum(j.n_next for j in pack)
@@ -181,7 +167,7 @@ class Engine:
             room -= job.n_next
         return pack
 
-    def _prefill(self, pack: list[_Job]) -> None:
+    def _prefill(self, pack: list[Job]) -> None:
         pieces = []
         for job in pack:
             piece = job.request.input_ids[job.n_read : job.n_read + job.n_next]
@@ -202,6 +188,7 @@ class Engine:
                 job.rows.append(out.rows_NW[start : start + len(piece)])
             start += len(piece)
             job.n_read += len(piece)
+            self.prompt_tokens += len(piece)
             if not job.request.capture and job.n_read < len(job.request.input_ids):
                 self._read_prompt(job, job.request.input_ids[job.n_read])
         ended = [i for i, j in enumerate(pack) if j.n_read == len(j.request.input_ids)]
@@ -220,7 +207,7 @@ class Engine:
                 if id(job) in still:
                     self._read_prompt(job, job.request.output_ids[0])
 
-    def _read_prompt(self, job: _Job, following: int) -> None:
+    def _read_prompt(self, job: Job, following: int) -> None:
         """The drafter reads the last piece of the prompt; `following` is the token after it."""
         if self.speculator is None:
             return
@@ -268,7 +255,7 @@ class Engine:
             start += len(piece)
         speculator.read([d for d, _, _ in kept], [r for _, r, _ in kept], [i for _, _, i in kept])
 
-    def _emit(self, job: _Job, accepted: int, tokens: list[int]) -> bool:
+    def _emit(self, job: Job, accepted: int, tokens: list[int]) -> bool:
         """Put out what a verify step gives, up to where the output ends; True when it does."""
         request, reason = job.request, None
         length, before = (
@@ -277,6 +264,7 @@ class Engine:
         )
         for token in tokens:
             request.output_ids.append(token)
+            self.generated_tokens += 1
             reason = self._reason(request, token)
             if reason is not None:
                 break
@@ -288,12 +276,15 @@ class Engine:
             self._finish(job, reason)
         return reason is not None
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         request = job.request
+        rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
+        if request.states_in_answer:
+            request.states = rows_TW.to(torch.bfloat16).tolist()  # the spool's precision
+            return
         if self.spool is None or request.params.max_new_tokens != 1:
             request.capture_note = {"error": "ValueError: capture needs max_new_tokens: 1"}
             return
-        rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
         request.capture_note = self.spool.publish(request.rid, request.input_ids, rows_TW)
 
     def _decode(self) -> None:
@@ -302,7 +293,7 @@ class Engine:
         pad_to = self.max_running if self._exact else 0
         self._extend(list(self._running), self.model.decode(last, caches, pad_to=pad_to))
 
-    def _extend(self, jobs: list[_Job], logits_BV: torch.Tensor) -> None:
+    def _extend(self, jobs: list[Job], logits_BV: torch.Tensor) -> None:
         """Give each its next token; the finished ones leave."""
         tokens = next_tokens(
             logits_BV,
@@ -310,9 +301,14 @@ class Engine:
             [len(j.request.output_ids) for j in jobs],
         )
         left: set[int] = set()
-        for job, token in zip(jobs, tokens, strict=True):
+        for row, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
             if job.request.params.max_new_tokens > 0:
                 job.request.output_ids.append(token)
+                self.generated_tokens += 1
+                if (top := job.request.top_logprobs) is not None:
+                    job.request.output_logprobs.append(
+                        scored(logits_BV[row], job.request.params, token, top)
+                    )
             reason = self._reason(job.request, token)
             if reason is None and job.request.capture:
                 reason = {"type": "length", "length": len(job.request.output_ids)}
@@ -334,6 +330,6 @@ class Engine:
             return {"type": "length", "length": n}
         return None
 
-    def _finish(self, job: _Job, reason: dict[str, Any]) -> None:
+    def _finish(self, job: Job, reason: dict[str, Any]) -> None:
         job.request.finish = reason
         job.done(job.request)

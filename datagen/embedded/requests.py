@@ -30,11 +30,17 @@ class Request:
     input_ids: list[int]
     params: SamplingParams
     capture: bool
+    """Every prompt token's states are kept: for the spool, or for the answer (`states_in_answer`)."""
     return_prompt_token_ids: bool
     arrived: float
+    states_in_answer: bool = False
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each output token; None: no logprobs."""
     output_ids: list[int] = field(default_factory=list)
     finish: dict[str, Any] | None = None
+    output_logprobs: list[tuple[float, list[tuple[float, int]]]] = field(default_factory=list)
     capture_note: dict[str, Any] | None = None
+    states: list[list[float]] | None = None
     spec: SpecCounts | None = None
     return_steps: bool = False
 
@@ -71,8 +77,12 @@ def parse_generate(
     rids = _per_item(body.get("rid"), n, "rid", str)
     params = _per_item(body.get("sampling_params"), n, "sampling_params", dict)
     hidden = _per_item(body.get("return_hidden_states"), n, "return_hidden_states", bool)
+    logprob = _per_item(body.get("return_logprob"), n, "return_logprob", bool)
+    tops = _per_item(body.get("top_logprobs_num"), n, "top_logprobs_num", int)
     requests = []
-    for prompt, rid, raw, wants in zip(prompts, rids, params, hidden, strict=True):
+    for prompt, rid, raw, wants, scored, top in zip(
+        prompts, rids, params, hidden, logprob, tops, strict=True
+    ):
         _check_prompt(prompt, context_length, vocab_size)
         sampling, custom = _sampling(raw or {})
         if (raw or {}).get("max_new_tokens") is not None:
@@ -82,22 +92,24 @@ def parse_generate(
                 "The server is not configured to return the hidden states. "
                 "Please set `--enable-return-hidden-states` to enable this feature."
             )
+        to_spool = isinstance(custom, dict) and bool(custom.get("datagen"))
+        if wants and not to_spool and sampling.max_new_tokens != 1:
+            raise BadRequest(
+                "Hidden states in the answer are supported by this server with max_new_tokens 1 only."
+            )
         requests.append(
             Request(
                 rid=rid or uuid.uuid4().hex,
                 input_ids=prompt,
                 params=sampling,
-                capture=bool(wants) and isinstance(custom, dict) and bool(custom.get("datagen")),
+                capture=bool(wants),
                 return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
                 arrived=now,
+                states_in_answer=bool(wants) and not to_spool,
+                top_logprobs=max(top or 0, 0) if scored else None,
                 return_steps=isinstance(custom, dict) and bool(custom.get("spec_steps")),
             )
         )
-        if wants and not requests[-1].capture:
-            raise BadRequest(
-                "Hidden states are handed over through the spool only: send custom_params "
-                '{"datagen": true}.'
-            )
     if len({r.rid for r in requests}) != n:
         raise BadRequest("Duplicate request IDs detected within the request.")
     return requests, batch

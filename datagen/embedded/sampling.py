@@ -52,6 +52,17 @@ def next_tokens(
     return tokens
 
 
+def scored(
+    logits_V: Tensor, params: SamplingParams, token: int, top: int
+) -> tuple[float, list[tuple[float, int]]]:
+    """Log-probability of `token`, and the `top` likeliest as (log-probability, id), best first."""
+    if params.temperature > 0:  # as SGLang: the distribution that was drawn from
+        logits_V = logits_V / params.temperature
+    scores_V = torch.log_softmax(logits_V.float(), dim=-1)
+    values, ids = scores_V.topk(min(top, len(scores_V)))
+    return float(scores_V[token]), list(zip(values.tolist(), ids.tolist(), strict=True))
+
+
 def _draw(logits_V: Tensor, p: SamplingParams, u: float) -> int:
     probabilities_V = torch.softmax(logits_V / p.temperature, dim=-1)
     size = len(probabilities_V)

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import torch
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from datagen.capture.spool import default_spool
 from datagen.embedded.api import Server
 from datagen.embedded.capture import SpoolWriter
 from datagen.embedded.engine import Engine
@@ -25,13 +25,6 @@ from datagen.target.profile import load_profile
 log = logging.getLogger(__name__)
 ENGINE, VERSION = "datagen-embedded", "1"
 STOP_TIMEOUT_S = 5.0
-
-
-def default_spool(port: int) -> Path:
-    """Memory if there is a /dev/shm, else the temporary directory; one per user and port."""
-    memory = Path("/dev/shm")
-    root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return root / f"datagen-spool-{os.getuid()}-{port}"
 
 
 def serve(

@@ -3,97 +3,29 @@
 Failures are of three kinds. Of the row: it is tried again elsewhere up to `attempts` times, then
 rejected with its reason. Of capacity: the window shrinks and the row waits, uncharged. Of the
 endpoint: its breaker opens and its rows go back to the front, uncharged; a row that was in flight
-at `deaths` server deaths is rejected as the suspected cause.
+at `deaths` server failures is tried alone, and rejected when a server fails on it alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar
-
-from pydantic import Field
+from typing import Any, TypeVar
 
 from datagen.errors import EndpointDown, Interrupted
-from datagen.fanout.breaker import Breaker, BreakerConfig
-from datagen.fanout.endpoint import Endpoint
-from datagen.fanout.window import Window, WindowConfig
-from datagen.strict import StrictModel
-from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
+from datagen.fanout.config import DispatchConfig
+from datagen.fanout.histogram import Histogram
+from datagen.fanout.queue import RowQueue
+from datagen.fanout.rows import Answered, Rejected, Role, Row, Work
+from datagen.fanout.server import Server, ServerSpec, choose_quarantine
+from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 
 T = TypeVar("T")
 TICK_S = 0.2
 CAPACITY_PAUSE_S = 0.5
-
-
-class DispatchConfig(StrictModel):
-    """How rows are fanned out. Nothing here changes what is collected."""
-
-    window: WindowConfig = WindowConfig()
-    breaker: BreakerConfig = BreakerConfig()
-    attempts: int = Field(default=3, ge=1)
-    deaths: int = Field(default=3, ge=1)
-    patience_s: float = Field(default=300.0, gt=0)
-    """Seconds without any server alive before the run stops; what is collected stays."""
-
-
-class Priority(IntEnum):
-    """Rows nearest to completion first, so that partitions close and the spool stays short."""
-
-    CAPTURE = 0
-    NEXT_TURN = 1
-    FIRST_TURN = 2
-
-
-class Rejected(Exception):
-    """A row cannot be collected; `reason` goes into the books."""
-
-    def __init__(self, reason: str, detail: str, attempts: int) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail, self.attempts = reason, detail, attempts
-
-
-@dataclass(frozen=True, slots=True)
-class Answered(Generic[T]):
-    """A row's answer, where it came from and what it took (seconds in our queue, in the server)."""
-
-    value: T
-    endpoint: str
-    attempts: int
-    queue_s: float
-    server_s: float
-
-
-@dataclass(slots=True)
-class _Row:
-    call: Callable[[Endpoint], Awaitable[Any]]
-    priority: Priority
-    order: int
-    queued_at: float
-    future: asyncio.Future[Answered[Any]]
-    attempts: int = 0
-    deaths: int = 0
-    not_before: float = 0.0
-    avoid: str | None = None
-    flight: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class _Server:
-    endpoint: Endpoint
-    window: Window
-    breaker: Breaker
-    paused_until: float = 0.0
-    probing: asyncio.Task[None] | None = None
-    answered: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
 
 
 class Dispatcher:
@@ -101,31 +33,24 @@ class Dispatcher:
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        servers: Sequence[ServerSpec],
         config: DispatchConfig | None = None,
         *,
-        server_limits: dict[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config or DispatchConfig()
+        self._config = config = config or DispatchConfig()
         self._clock = clock
-        limits = server_limits or {}
-        self._servers = [
-            _Server(
-                e,
-                Window(self._config.window, server_limit=limits.get(e.url)),
-                Breaker(self._config.breaker),
-            )
-            for e in endpoints
-        ]
-        self._queue: list[tuple[int, int, _Row]] = []
+        self._servers = [Server(s, config.window, config.breaker, config.pace) for s in servers]
+        self._queue = RowQueue(config.deaths)
         self._orders = itertools.count()
         self._flights: set[asyncio.Task[None]] = set()
-        self._ticker: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._stopped: BaseException | None = None
+        self._quarantined = False
+        self.queue_wait, self.loop_lag = Histogram(), Histogram()
 
     async def __aenter__(self) -> Dispatcher:
-        self._ticker = asyncio.create_task(self._tick(), name="dispatcher")
+        self._spawn(self._tick())
         return self
 
     async def __aexit__(
@@ -135,16 +60,14 @@ class Dispatcher:
         tb: TracebackType | None,
     ) -> None:
         self.stop(Interrupted("the run is closing"))
-        tasks = [*self._flights, *(s.probing for s in self._servers if s.probing)]
-        if self._ticker:
-            tasks.append(self._ticker)
+        tasks = [*self._flights, *self._background]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def capacity(self) -> int:
-        """Rows that all live servers together may hold."""
+        """Rows that all servers together may hold."""
         return sum(s.window.size for s in self._servers)
 
     @property
@@ -152,43 +75,34 @@ class Dispatcher:
         """Rows now at a server."""
         return len(self._flights)
 
-    def state(self) -> list[dict[str, Any]]:
-        """One record per endpoint: url, state, window, running, answered, failures by reason."""
-        return [
-            {
-                "url": s.endpoint.url,
-                "state": s.breaker.state.value,
-                "window": s.window.size,
-                "running": s.window.in_flight,
-                "answered": s.answered,
-                "failures": dict(s.failures),
-            }
-            for s in self._servers
-        ]
+    @property
+    def queued(self) -> int:
+        """Rows that wait for a free slot."""
+        return len(self._queue)
 
-    async def run(
-        self, call: Callable[[Endpoint], Awaitable[T]], priority: Priority
-    ) -> Answered[T]:
-        """Have some server answer `call`.
+    def state(self) -> list[dict[str, Any]]:
+        """One record per endpoint: see `Server.state`."""
+        return [s.state() for s in self._servers]
+
+    def latencies(self) -> dict[str, Histogram]:
+        """Server time of answered rows, by endpoint."""
+        return {s.url: s.latency for s in self._servers}
+
+    async def run(self, work: Work[T]) -> Answered[T]:
+        """Have some server answer `work`.
 
         Raises Rejected when the row cannot be collected, EndpointDown when no server has been
         alive for `patience_s`, Interrupted once the run is stopping.
         """
         if self._stopped is not None:
             raise self._stopped
-        row = _Row(
-            call,
-            priority,
-            next(self._orders),
-            self._clock(),
-            asyncio.get_running_loop().create_future(),
-        )
-        self._push(row)
-        self._pump()
+        future: asyncio.Future[Answered[T]] = asyncio.get_running_loop().create_future()
+        row = Row(work, next(self._orders), self._clock(), future)
+        self._requeue(row)
         try:
-            return await row.future
+            return await future
         except asyncio.CancelledError:
-            row.future.cancel()  # a queued row is skipped when popped
+            future.cancel()  # a queued row is skipped when popped
             if row.flight is not None:
                 row.flight.cancel()  # the client aborts the request on the server
             raise
@@ -196,132 +110,200 @@ class Dispatcher:
     def stop(self, why: BaseException) -> None:
         """Send nothing more: queued rows fail with `why`, rows at a server may still finish."""
         self._stopped = self._stopped or why
-        queued, self._queue = self._queue, []
-        for _, _, row in queued:
-            if not row.future.done():
-                row.future.set_exception(self._stopped)
+        for row in self._queue.drain():
+            _fail(row, self._stopped)
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------
 
-    def _push(self, row: _Row) -> None:
+    def _requeue(self, row: Row) -> None:
         if self._stopped is not None:
-            if not row.future.done():
-                row.future.set_exception(self._stopped)
-            return
-        heapq.heappush(self._queue, (row.priority, row.order, row))
+            _fail(row, self._stopped)
+        else:
+            self._queue.push(row)
+            self._pump()
 
     def _pump(self) -> None:
-        """Send rows while a live server has room."""
+        """Send rows while a server has room for one."""
         now = self._clock()
-        later: list[_Row] = []
+        if self._queue.has_suspects or self._quarantined:
+            self._quarantined = choose_quarantine(self._servers, self._queue.next_suspect)
         while self._queue:
-            open_servers = [
-                s
-                for s in self._servers
-                if s.breaker.closed and s.window.free and now >= s.paused_until
-            ]
-            if not open_servers:
+            open_servers = [s for s in self._servers if s.room(now)]
+            if not self._send_suspect(open_servers) and not self._send_next(open_servers):
                 break
-            row = heapq.heappop(self._queue)[2]
-            if row.future.done():
-                continue
-            if row.not_before > now:
-                later.append(row)
-                continue
-            elsewhere = [s for s in open_servers if s.endpoint.url != row.avoid]
-            server = min(elsewhere or open_servers, key=lambda s: s.window.load)
-            server.window.admit()
-            row.flight = asyncio.create_task(self._fly(row, server))
-            self._flights.add(row.flight)
-            row.flight.add_done_callback(self._flights.discard)
-        for row in later:
-            heapq.heappush(self._queue, (row.priority, row.order, row))
 
-    async def _fly(self, row: _Row, server: _Server) -> None:
+    def _send_suspect(self, open_servers: list[Server]) -> bool:
+        for server in open_servers:
+            if server.quarantine:
+                row = self._queue.pop_suspect(server.role)
+                if row is not None:
+                    self._send(row, server)
+                    return True
+        return False
+
+    def _send_next(self, open_servers: list[Server]) -> bool:
+        free = [s for s in open_servers if not s.quarantine]
+        if not free:
+            return False
+        roles = Role(0)
+        for server in free:
+            roles |= server.role
+        row = self._queue.pop(roles)
+        if row is None:
+            return False
+        able = [s for s in free if s.role & row.work.role] if roles is not free[0].role else free
+        self._send(row, min(able, key=lambda s: s.preference(row)) if len(able) > 1 else able[0])
+        return True
+
+    def _send(self, row: Row, server: Server) -> None:
+        if not server.flights:
+            server.watchdog.began(self._clock())
+        server.window.admit()
+        row.flight = asyncio.create_task(self._fly(row, server))
+        self._flights.add(row.flight)
+        server.flights[row.flight] = row
+
+    async def _fly(self, row: Row, server: Server) -> None:
         sent_at = self._clock()
+        self.queue_wait.observe(sent_at - row.queued_at)
+        limit_s = server.pace(row).deadline_s(row.work.tokens)
         try:
-            value = await row.call(server.endpoint)
+            try:
+                async with asyncio.timeout(limit_s) as deadline:
+                    value = await row.work.call(server.endpoint)
+            except TimeoutError as e:
+                if not deadline.expired():
+                    raise
+                raise EndpointFailure("row_timeout", f"no answer in {limit_s:.0f} s") from e
+        except asyncio.CancelledError:
+            if row.future.done() or self._stopped is not None:
+                if self._stopped is not None:
+                    _fail(row, self._stopped)
+                raise
+            server.failures["given_up"] += 1  # the server stood still
+            self._survived_a_death(row, server, server.breaker.last_failure)
         except RowFailure as e:
-            server.breaker.answered()
+            self._moved(server)
             self._row_failed(row, server, e)
         except CapacityFailure as e:
             server.failures[e.reason] += 1
             server.window.pressed()
-            server.paused_until = self._clock() + CAPACITY_PAUSE_S
-            self._push(row)
+            server.paused_until = self._clock() + (e.retry_after_s or CAPACITY_PAUSE_S)
+            self._requeue(row)
         except EndpointFailure as e:
             self._endpoint_failed(row, server, e)
         except Exception as e:  # noqa: BLE001 - whatever it is belongs to the one who asked
-            if not row.future.done():
-                row.future.set_exception(e)
+            _fail(row, e)
         else:
-            server.breaker.answered()
-            server.window.succeeded()
-            server.answered += 1
-            if not row.future.done():
-                now = self._clock()
-                row.future.set_result(
-                    Answered(
-                        value,
-                        server.endpoint.url,
-                        row.attempts + 1,
-                        sent_at - row.queued_at,
-                        now - sent_at,
-                    )
-                )
+            self._succeeded(row, server, sent_at, value)
         finally:
             server.window.release()
+            if row.flight is not None:
+                server.flights.pop(row.flight, None)
+                self._flights.discard(row.flight)
             self._pump()
 
-    def _row_failed(self, row: _Row, server: _Server, e: RowFailure) -> None:
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def _moved(self, server: Server) -> None:
+        server.watchdog.moved(self._clock())
+        server.breaker.answered()
+
+    def _succeeded(self, row: Row, server: Server, sent_at: float, value: Any) -> None:
+        now = self._clock()
+        self._moved(server)
+        server.window.succeeded()
+        server.answered += 1
+        server.latency.observe(now - sent_at)
+        if row.work.size is not None:
+            tokens = row.work.size(value)
+            server.tokens += tokens
+            server.pace(row).answered(tokens, now - sent_at)
+        if not row.future.done():
+            row.future.set_result(
+                Answered(
+                    value, server.url, row.attempts + 1, sent_at - row.queued_at, now - sent_at
+                )
+            )
+
+    def _row_failed(self, row: Row, server: Server, e: RowFailure) -> None:
         server.failures[e.reason] += 1
         row.attempts += 1
         if e.permanent or row.attempts >= self._config.attempts:
-            self._reject(row, e.reason, e.detail)
+            _fail(row, Rejected(e.reason, e.detail, row.attempts))
         else:
-            row.avoid = server.endpoint.url
-            row.not_before = self._clock() + 0.05 * 2**row.attempts
-            self._push(row)
+            row.avoid = server.url
+            pause = 0.05 * 2**row.attempts
+            asyncio.get_running_loop().call_later(pause, self._requeue, row)
 
-    def _endpoint_failed(self, row: _Row, server: _Server, e: EndpointFailure) -> None:
+    def _endpoint_failed(self, row: Row, server: Server, e: EndpointFailure) -> None:
         server.failures[e.reason] += 1
-        fatal = e.reason in ("unreachable", "connection_lost")
-        server.breaker.failed(self._clock(), str(e), fatal=fatal)
+        gone = e.reason in ("unreachable", "connection_lost")
+        if gone and server.breaker.closed:
+            server.window.reset()
+        server.breaker.failed(self._clock(), str(e), fatal=gone, gone=gone)
         if e.in_flight:
-            row.deaths += 1
-        if row.deaths >= self._config.deaths:
-            self._reject(
-                row, "server_died_thrice", f"in flight at {row.deaths} failures, last: {e}"
-            )
+            self._survived_a_death(row, server, str(e))
         else:
-            row.avoid = server.endpoint.url
-            self._push(row)
+            row.avoid = server.url
+            self._requeue(row)
 
-    def _reject(self, row: _Row, reason: str, detail: str) -> None:
-        if not row.future.done():
-            row.future.set_exception(Rejected(reason, detail, max(row.attempts, row.deaths)))
+    def _survived_a_death(self, row: Row, server: Server, why: str) -> None:
+        """`row` was in flight when `server` failed; alone, after too many, it is the cause."""
+        if self._queue.suspect(row):
+            detail = f"in flight at {row.deaths} failures of a server, then alone: {why}"
+            _fail(row, Rejected("killed_its_server", detail, row.deaths + 1))
+            return
+        row.deaths += 1
+        row.avoid = server.url
+        self._requeue(row)
+
+    # -- watching ------------------------------------------------------------------------------
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     async def _tick(self) -> None:
         while True:
             now = self._clock()
             for server in self._servers:
                 if server.breaker.probe_due(now) and server.probing is None:
-                    server.probing = asyncio.create_task(self._probe(server))
+                    server.probing = self._spawn(self._probe(server))
+                if now - server.polled_at >= self._config.poll_s and server.polling is None:
+                    server.polling = self._spawn(self._poll(server))
+                if server.watchdog.stalled(now, server.window.in_flight):
+                    self._give_up(server, now)
             waits = [s.breaker.open_for(now) for s in self._servers]
-            if waits and min(waits) > self._config.patience_s and self._queue:
-                worst = max(self._servers, key=lambda s: s.breaker.open_for(now))
-                self.stop(
-                    EndpointDown(
-                        f"no server has answered for {min(waits):.0f} s; last: "
-                        f"{worst.breaker.last_failure}",
-                        where=", ".join(s.endpoint.url for s in self._servers),
-                        fix="start it again and repeat the command: nothing collected is lost",
-                    )
-                )
+            if waits and min(waits) > self._config.patience_s and (self._queue or self._flights):
+                self._despair(waits)
             self._pump()
             await asyncio.sleep(TICK_S)
+            self.loop_lag.observe(max(0.0, self._clock() - now - TICK_S))
 
-    async def _probe(self, server: _Server) -> None:
+    def _give_up(self, server: Server, now: float) -> None:
+        """A server that stands still loses its rows; the client aborts them there."""
+        stood = f"no progress for {self._config.pace.stall_s:.0f} s"
+        server.breaker.failed(now, stood, fatal=True)
+        server.watchdog.began(now)
+        for flight in list(server.flights):
+            flight.cancel()
+
+    def _despair(self, waits: list[float]) -> None:
+        worst = self._servers[max(range(len(waits)), key=waits.__getitem__)]
+        self.stop(
+            EndpointDown(
+                f"no server has answered for {min(waits):.0f} s; last: {worst.breaker.last_failure}",
+                where=", ".join(s.url for s in self._servers),
+                fix="start it again and repeat the command: nothing collected is lost",
+            )
+        )
+        for flight in self._flights:
+            flight.cancel()
+
+    async def _probe(self, server: Server) -> None:
         try:
             healthy = await server.endpoint.healthy()
         except TimeoutError:
@@ -330,3 +312,20 @@ class Dispatcher:
             server.probing = None
         server.breaker.probed(self._clock(), healthy=healthy)
         self._pump()
+
+    async def _poll(self, server: Server) -> None:
+        try:
+            load = await server.endpoint.load()
+        except (RequestFailure, TimeoutError):
+            load = None  # its rows will show what is wrong
+        finally:
+            server.polling, server.polled_at = None, self._clock()
+        if load is not None:
+            server.window.observe(load.running, load.queued, load.token_usage)
+            server.watchdog.tokens(self._clock(), load.generated_tokens)
+            self._pump()
+
+
+def _fail(row: Row, error: BaseException) -> None:
+    if not row.future.done():
+        row.future.set_exception(error)

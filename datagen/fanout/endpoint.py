@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from datagen.target.client import Capture, Generation
+from datagen.target.load import ServerLoad
 from datagen.target.profile import Sampling
 
 
@@ -16,6 +20,10 @@ class Endpoint(Protocol):
 
     async def healthy(self) -> bool:
         """True when the server answers now."""
+        ...
+
+    async def load(self) -> ServerLoad | None:
+        """What the server says of its queue; None when it says nothing. Raises RequestFailure."""
         ...
 
     async def generate(
@@ -29,6 +37,10 @@ class Endpoint(Protocol):
         seed: int | None,
     ) -> Generation:
         """Answer a context; raises RowFailure, CapacityFailure, EndpointFailure."""
+        ...
+
+    async def capture_states(self, input_ids: Sequence[int], *, rid: str) -> NDArray[np.float32]:
+        """Have the hidden states of a sample in the answer; raises as `generate`."""
         ...
 
     async def capture(self, input_ids: Sequence[int], *, rid: str) -> Capture:

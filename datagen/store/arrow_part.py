@@ -9,29 +9,43 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from datagen.errors import CorruptFile
+from datagen.store.arrow_batches import Rows as Rows
+from datagen.store.arrow_batches import open_batches as open_batches
 from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
 from datagen.store.layout import part
 from datagen.store.threads import compute_threads
 
-MAGIC_BYTES = 8
 BUFFER_BYTES = 1 << 20
+COMPRESSION = (
+    "ipc_compression"  # schema metadata: what Arrow compresses the buffers with, if anything
+)
+LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A finished file: rows, bytes, sha256 of its whole content."""
+    """A finished file: rows, bytes, sha256 of its whole content, and of each row alone.
+
+    Row i lies in the bytes from the last end before its own (the file's begin) to `row_ends[i]`;
+    `row_xxh3[i]` is their XXH3 in hex. Rows that were committed together share them. They tell which
+    rows of a damaged file are still good.
+    """
 
     path: Path
     rows: int
     n_bytes: int
     sha256: str
+    row_ends: tuple[int, ...]
+    row_xxh3: tuple[str, ...]
 
 
 class _HashingFile(io.RawIOBase):
@@ -46,6 +60,7 @@ class _HashingFile(io.RawIOBase):
         self._buffer = bytearray()
         self._synced = -1
         self.sha256 = hashlib.sha256()
+        self.row = xxhash.xxh3_64()
         self.position = 0
 
     def writable(self) -> bool:
@@ -54,6 +69,7 @@ class _HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.position += len(view)
+        self.row.update(view)
         if len(view) >= BUFFER_BYTES:
             hashing = compute_threads().submit(self.sha256.update, view)
             try:
@@ -91,11 +107,18 @@ class ArrowPart:
     """A file being written. One writer; nothing is durable before `sync`."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.schema, self.rows = path, schema, 0
+        self.path, self.schema = path, schema
+        self._ends: list[int] = []
+        self._digests: list[str] = []
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
-            self._writer = pa.ipc.new_file(self._sink, schema)
+            self._writer = pa.ipc.new_file(self._sink, schema, options=write_options(schema))
             fsync_dir(path.parent)
+
+    @property
+    def rows(self) -> int:
+        """Rows written so far."""
+        return len(self._ends)
 
     @property
     def n_bytes(self) -> int:
@@ -103,10 +126,12 @@ class ArrowPart:
         return self._sink.position
 
     def append(self, batch: pa.RecordBatch) -> int:
-        """Write one row; returns its end offset."""
+        """Write one batch of rows; returns its end offset."""
         with storage_errors(self.path):
             self._writer.write_batch(batch)
-        self.rows += 1
+        self._ends += [self._sink.position] * batch.num_rows
+        self._digests += [self._sink.row.hexdigest()] * batch.num_rows
+        self._sink.row.reset()
         return self._sink.position
 
     def sync(self) -> None:
@@ -122,63 +147,20 @@ class ArrowPart:
             n_bytes, sha256 = self._sink.position, self._sink.sha256.hexdigest()
             self._sink.close()
             replace_durably(part(self.path), self.path)
-        return SealedFile(self.path, self.rows, n_bytes, sha256)
+        return SealedFile(
+            self.path, self.rows, n_bytes, sha256, tuple(self._ends), tuple(self._digests)
+        )
 
     def abandon(self) -> None:
         """Close without sealing; what was synced can be recovered, what was not is dropped."""
         self._sink.close()
 
 
-class Batches:
-    """The record batches of a file, by index."""
-
-    def __init__(self, path: Path, schema: pa.Schema, source: Any, count: int) -> None:
-        self._path, self.schema, self._source, self._count = path, schema, source, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> pa.RecordBatch:
-        """Batch `index`, validated; raises CorruptFile naming file and row."""
-        try:
-            source = self._source
-            batch = source[index] if isinstance(source, list) else source.get_batch(index)
-            batch.validate(full=True)
-        except (pa.ArrowException, OSError, ValueError) as e:
-            raise CorruptFile(
-                f"row {index}: {e}", where=self._path, fix="run `datagen verify`"
-            ) from e
-        if batch.num_rows != 1:
-            raise CorruptFile(f"row {index}: a batch of {batch.num_rows} rows", where=self._path)
-        return batch
-
-
-def open_batches(path: Path, *, end: int | None = None) -> Batches:
-    """A sealed file, or with `end` the batches of a `.part` up to that offset.
-
-    Raises CorruptFile. Mapped, not read.
-    """
-    try:
-        mapped = pa.memory_map(str(path))
-        if end is None:
-            reader = pa.ipc.open_file(mapped)
-            return Batches(path, reader.schema, reader, reader.num_record_batches)
-        if end <= MAGIC_BYTES:
-            raise CorruptFile(f"the journal promises rows up to byte {end}", where=path)
-        whole = mapped.read_buffer()
-        if whole.size < end:
-            raise CorruptFile(
-                f"{whole.size} bytes, the journal promises {end}",
-                where=path,
-                fix="restore the file, or collect into a new run",
-            )
-        stream = pa.ipc.open_stream(whole.slice(MAGIC_BYTES, end - MAGIC_BYTES))
-        batches = list(stream)
-        return Batches(path, stream.schema, batches, len(batches))
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise CorruptFile(
-            f"no Arrow file can be read: {e}", where=path, fix="run `datagen verify`"
-        ) from e
+def write_options(schema: pa.Schema) -> pa.ipc.IpcWriteOptions:
+    """How a file of this schema is written."""
+    name = (schema.metadata or {}).get(COMPRESSION.encode())
+    codec = pa.Codec(name.decode(), LEVEL) if name else None
+    return pa.ipc.IpcWriteOptions(compression=codec)
 
 
 def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
@@ -192,14 +174,19 @@ def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
         left.unlink(missing_ok=True)
         return None
     batches = open_batches(left, end=end)
-    if len(batches) != rows:
-        raise CorruptFile(
-            f"{len(batches)} rows up to byte {end}, the journal promises {rows}", where=left
-        )
     copy = ArrowPart(path.with_name(path.name + ".recovered"), batches.schema)
     try:
-        for index in range(rows):
-            copy.append(batches[index])
+        for index in range(len(batches)):
+            # the journal may have been cut within the sync that wrote the last batch
+            copy.append(batches[index].slice(0, rows - copy.rows))
+            if copy.rows == rows and index + 1 < len(batches):
+                break
+        if copy.rows != rows or index + 1 < len(batches):
+            raise CorruptFile(
+                f"{copy.rows} rows in {index + 1} of {len(batches)} batches up to byte {end}, "
+                f"the journal promises {rows}",
+                where=left,
+            )
         sealed = copy.seal()
     except BaseException:
         copy.abandon()
@@ -207,7 +194,24 @@ def recover(path: Path, *, rows: int, end: int) -> SealedFile | None:
     replace_durably(sealed.path, path)
     left.unlink()
     fsync_dir(path.parent)
-    return SealedFile(path, sealed.rows, sealed.n_bytes, sealed.sha256)
+    return replace(sealed, path=path)
+
+
+def examine_sealed(path: Path) -> SealedFile:
+    """Checksums of a file that an earlier process sealed. Raises CorruptFile."""
+    row_ends = Rows(open_batches(path)).file_ends()
+    whole, digests, start = hashlib.sha256(), [], 0
+    with open(path, "rb") as f:
+        for end, rows in Counter(row_ends).items():
+            batch = f.read(end - start)
+            whole.update(batch)
+            digests += [xxhash.xxh3_64(batch).hexdigest()] * rows
+            start = end
+        rest = f.read()
+    whole.update(rest)
+    return SealedFile(
+        path, len(row_ends), start + len(rest), whole.hexdigest(), tuple(row_ends), tuple(digests)
+    )
 
 
 def sha256_of(path: Path) -> str:

@@ -64,6 +64,13 @@ def replace_durably(temporary: Path, path: Path) -> None:
         fsync_dir(path.parent)
 
 
+def unlink_durably(path: Path) -> None:
+    """Remove a file for good; an absent one is fine."""
+    if path.exists():
+        path.unlink()
+        fsync_dir(path.parent)
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a whole file, durably; a reader sees the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, FingerprintMismatch
-from datagen.store.atomic import fsync_dir, storage_errors, write_all
+from datagen.store.atomic import fsync_dir, storage_errors, write_all, write_atomic
+from datagen.store.files import Location
 
 MAGIC, VERSION, SIZE = b"DGJRNL\x00\x01", 1, 64
 RECORD = np.dtype(
@@ -91,7 +93,7 @@ def _packed(entry: Entry, *, opens_sync: bool) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def _valid_prefix(raw: bytes, path: Path) -> NDArray[np.void]:
+def _valid_prefix(raw: bytes, path: str) -> NDArray[np.void]:
     """The records up to a torn tail. Raises CorruptFile when the fault is not in the last sync."""
     records = np.frombuffer(raw, dtype=RECORD, count=len(raw) // SIZE)
     view, crc32 = memoryview(raw), zlib.crc32
@@ -122,6 +124,12 @@ def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return np.zeros(0, dtype=RECORD)
+    return parse_journal(raw, path, digest)
+
+
+def parse_journal(raw: bytes, where: Location, digest: str | None = None) -> NDArray[np.void]:
+    """The valid records of a journal's content; `where` names it in errors, as of `read_journal`."""
+    path = str(where)
     if len(raw) < SIZE or raw == bytes(SIZE):
         return np.zeros(0, dtype=RECORD)  # killed while the header was written: no row was promised
     body, (crc,) = raw[:60], struct.unpack_from("<I", raw, 60)
@@ -145,6 +153,12 @@ def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
             where=path,
         )
     return _valid_prefix(raw[SIZE:], path)
+
+
+def write_journal(path: Path, digest: str, entries: Iterable[Entry]) -> None:
+    """Put a whole journal in the place of another, atomically: one sync of `entries`."""
+    records = [_packed(entry, opens_sync=n == 0) for n, entry in enumerate(entries)]
+    write_atomic(path, _header(digest) + b"".join(records))
 
 
 class Journal:

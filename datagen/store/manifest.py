@@ -21,21 +21,22 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from datagen.errors import CorruptFile
 from datagen.store.atomic import write_json_atomic
+from datagen.store.files import Location, read_bytes
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
 from datagen.store.responses import ResponsesReader
 from datagen.store.seal import Count, FileSummary, PartitionSummary, Sha256
+from datagen.store.states import MAX_TOKEN_ID
 from datagen.strict import StrictModel
 
 VERSION = 1
 LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
 BYTES_PER_VALUE = 2
 
 
 def _inside(path: str) -> str:
     pure = PurePosixPath(path)
-    if not pure.name or pure.is_absolute() or ".." in pure.parts or "\\" in path:
+    if not pure.name or pure.is_absolute() or ".." in pure.parts or set(path) & {"\\", "\0"}:
         raise ValueError(f"{path!r} is no path inside the run directory")
     return path
 
@@ -123,18 +124,19 @@ class Manifest(ManifestHeader):
     """(lower edge in tokens, samples) of context + response."""
 
     @classmethod
-    def load(cls, path: Path) -> Manifest:
+    def load(cls, path: Location) -> Manifest:
         """Read and validate; raises CorruptFile naming the field."""
+        where = str(path)
         try:
-            return cls.model_validate(orjson.loads(path.read_bytes()))
+            return cls.model_validate(orjson.loads(read_bytes(path)))
         except FileNotFoundError as e:
-            raise CorruptFile("no manifest", where=path, fix="finish the collect first") from e
+            raise CorruptFile("no manifest", where=where, fix="finish the collect first") from e
         except ValidationError as e:
             first = e.errors()[0]
             name = ".".join(map(str, first["loc"]))
-            raise CorruptFile(f"{name or 'manifest'}: {first['msg']}", where=path) from e
-        except (OSError, orjson.JSONDecodeError) as e:
-            raise CorruptFile(f"no manifest can be read: {e}", where=path) from e
+            raise CorruptFile(f"{name or 'manifest'}: {first['msg']}", where=where) from e
+        except (OSError, ValueError) as e:
+            raise CorruptFile(f"no manifest can be read: {e}", where=where) from e
 
     def require_files(self, root: Path) -> None:
         """Raise CorruptFile unless every data file is under `root` and of its stated size."""

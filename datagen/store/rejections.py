@@ -53,9 +53,7 @@ class RejectionLog:
 
     def append(self, rejection: Rejection) -> int:
         """Queue one line for the next sync; returns its end offset."""
-        record = asdict(rejection)
-        record["detail"] = rejection.detail[:MAX_DETAIL].encode("utf-8", "replace").decode()
-        self._buffer.append(orjson.dumps(record) + b"\n")
+        self._buffer.append(rejection_line(rejection))
         self._end += len(self._buffer[-1])
         return self._end
 
@@ -78,6 +76,13 @@ class RejectionLog:
             self._fd = None
 
 
+def rejection_line(rejection: Rejection) -> bytes:
+    """A rejection as it stands in the file."""
+    record = asdict(rejection)
+    record["detail"] = rejection.detail[:MAX_DETAIL].encode("utf-8", "replace").decode()
+    return orjson.dumps(record) + b"\n"
+
+
 def read_rejections(path: Path, count: int) -> Iterator[Rejection]:
     """The first `count` rejections of a file, as many as the journal promises; the rest is a tail.
 
@@ -88,14 +93,15 @@ def read_rejections(path: Path, count: int) -> Iterator[Rejection]:
     try:
         with open(path, "rb") as f:
             for number in range(1, count + 1):
-                yield _parsed(path, number, f.readline())
+                yield parse_rejection(path, number, f.readline())
     except FileNotFoundError as e:
         raise CorruptFile(
             f"the file is gone, the journal promises {count} lines", where=path
         ) from e
 
 
-def _parsed(path: Path, number: int, line: bytes) -> Rejection:
+def parse_rejection(path: Path, number: int, line: bytes) -> Rejection:
+    """One line; raises CorruptFile naming it."""
     try:
         if not line.endswith(b"\n"):
             raise ValueError("the line does not end")

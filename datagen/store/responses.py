@@ -1,4 +1,4 @@
-"""responses-NNN.arrow: what the target answered, one record batch per sample.
+"""responses-NNN.arrow: what the target answered, one record batch per commit.
 
 Columns (SCHEMA): ids are the engine's, int32; `text` is for people and for later turns, never the
 source of ids; times in seconds.
@@ -6,7 +6,7 @@ source of ids; times in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_part import open_batches
+from datagen.store.arrow_part import Rows, open_batches
+from datagen.store.columns import id_column, number_column, text_column
 
 FORMAT = "datagen.responses.1"
 SCHEMA = pa.schema(
@@ -75,14 +76,28 @@ class Response:
 FIELDS = tuple(f.name for f in fields(Response))
 
 
-def to_batch(response: Response) -> pa.RecordBatch:
-    """One row in SCHEMA. Lone surrogates, which Arrow's UTF-8 cannot hold, become U+FFFD."""
-    row: dict[str, Any] = {name: getattr(response, name) for name in FIELDS}
-    row["text"] = response.text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    row["sample_id"] = response.sample_id
-    return pa.record_batch(
-        [pa.array([row[field.name]], type=field.type) for field in SCHEMA], schema=SCHEMA
-    )
+def to_batch(responses: Sequence[Response]) -> pa.RecordBatch:
+    """Rows in SCHEMA. Lone surrogates, which Arrow's UTF-8 cannot hold, become U+FFFD."""
+    return pa.record_batch([_column(field, responses) for field in SCHEMA], schema=SCHEMA)
+
+
+def _column(field: pa.Field, responses: Sequence[Response]) -> pa.Array:
+    values = [getattr(r, field.name) for r in responses]
+    if field.name in ("context_ids", "response_ids"):
+        return id_column(values)
+    if field.name == "text":
+        return text_column(field.type, [_arrow_text(text) for text in values])
+    if pa.types.is_string(field.type):
+        return text_column(field.type, values)
+    return number_column(field.type, values)
+
+
+def _arrow_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def from_batch(batch: pa.RecordBatch, row: int = 0) -> Response:
@@ -107,19 +122,20 @@ class ResponsesReader:
 
     def __init__(self, path: Path, *, end: int | None = None) -> None:
         self._path = path
-        self._batches = open_batches(path, end=end)
-        if not self._batches.schema.equals(SCHEMA, check_metadata=True):
+        batches = open_batches(path, end=end)
+        if not batches.schema.equals(SCHEMA, check_metadata=True):
             raise CorruptFile(f"the file is no {FORMAT}", where=path, fix="run `datagen verify`")
+        self._rows = Rows(batches)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Response:
         """Response `index`; raises CorruptFile naming file and row."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         try:
-            return from_batch(self._batches[index])
+            return from_batch(self._rows[index])
         except (pa.ArrowException, ValueError, TypeError) as e:
             raise CorruptFile(
                 f"row {index}: {e}", where=self._path, fix="run `datagen verify`"

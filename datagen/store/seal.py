@@ -24,6 +24,14 @@ class FileSummary(StrictModel):
     tokens: Count
     n_bytes: Count
     sha256: Sha256
+    row_ends: tuple[Count, ...] = ()
+    row_xxh3: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] = ()
+    """See `SealedFile`; empty in seals of earlier versions."""
+
+    @property
+    def tells_rows(self) -> bool:
+        """True when it says where each row lies, and what its digest is."""
+        return len(self.row_ends) == len(self.row_xxh3) == self.rows
 
 
 class PartitionSummary(StrictModel):

@@ -9,7 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_part import ArrowPart, SealedFile, open_batches, recover, sha256_of
+from datagen.store.arrow_part import (
+    ArrowPart,
+    Rows,
+    SealedFile,
+    examine_sealed,
+    open_batches,
+    recover,
+)
 from datagen.store.layout import part
 from datagen.store.seal import FileSummary
 
@@ -27,26 +34,33 @@ class Series:
         self.number = 0
         """Number of the file that takes the next row."""
 
-    def recover(self, present: list[int], journaled: dict[int, tuple[int, int]]) -> None:
-        """Bring the files to what the journal says: file number -> (rows, end of the last).
+    def recover(self, present: list[int], journaled: dict[int, list[int]]) -> None:
+        """Bring the files to what the journal says: file number -> end offset of each row.
 
         Raises CorruptFile when a file holds less than was promised.
         """
         for number in sorted({*present, *journaled}):
-            rows, end = journaled.get(number, (0, 0))
+            ends = journaled.get(number, [])
+            rows, end = len(ends), ends[-1] if ends else 0
             path = self._path_of(number)
             if part(path).exists():
                 sealed = recover(path, rows=rows, end=end)
                 if sealed is not None:
                     self._sealed[number] = sealed
             if path.exists():
-                found = len(open_batches(path))
+                found = len(Rows(open_batches(path)))
                 if found != rows:
-                    raise CorruptFile(f"{found} rows, the journal promises {rows}", where=path)
+                    raise CorruptFile(
+                        f"{found} rows, the journal promises {rows}",
+                        where=path,
+                        fix="run `datagen repair`",
+                    )
                 self._rows[number] = rows
             elif rows:
                 raise CorruptFile(
-                    f"the file is gone, the journal promises {rows} rows of it", where=path
+                    f"the file is gone, the journal promises {rows} rows of it",
+                    where=path,
+                    fix="run `datagen repair`",
                 )
         self.number = max([-1, *self._rows]) + 1
 
@@ -56,7 +70,10 @@ class Series:
         batch: Callable[[pa.Schema], pa.RecordBatch],
         tokens: int,
     ) -> tuple[int, int]:
-        """Write one row, opening a file with `schema` if none is; returns its row and end offset."""
+        """Write one batch, opening a file with `schema` if none is.
+
+        Returns the number of its first row, and its end offset.
+        """
         if self._open is None:
             self._open = ArrowPart(self._path_of(self.number), schema())
         row = self._open.rows
@@ -70,6 +87,11 @@ class Series:
             self._open.sync()
 
     @property
+    def open_rows(self) -> int:
+        """Rows in the open file; 0 when none is open."""
+        return self._open.rows if self._open is not None else 0
+
+    @property
     def open_bytes(self) -> int:
         """Bytes in the open file; 0 when none is open."""
         return self._open.n_bytes if self._open is not None else 0
@@ -77,8 +99,8 @@ class Series:
     def roll(self) -> None:
         """Seal the open file."""
         if self._open is not None:
-            self._sealed[self.number] = self._open.seal()
-            self._rows[self.number] = self._open.rows
+            sealed = self._sealed[self.number] = self._open.seal()
+            self._rows[self.number] = sealed.rows
             self._open = None
             self.number += 1
 
@@ -93,11 +115,15 @@ class Series:
         return [self._file(number) for number in sorted(self._rows)]
 
     def _file(self, number: int) -> FileSummary:
-        path, known = self._path_of(number), self._sealed.get(number)
+        known = self._sealed.get(number)
+        if known is None:  # sealed by an earlier process
+            known = examine_sealed(self._path_of(number))
         return FileSummary(
-            name=path.name,
-            rows=self._rows[number],
+            name=known.path.name,
+            rows=known.rows,
             tokens=self.tokens[number],
-            n_bytes=known.n_bytes if known else path.stat().st_size,
-            sha256=known.sha256 if known else sha256_of(path),  # sealed by an earlier process
+            n_bytes=known.n_bytes,
+            sha256=known.sha256,
+            row_ends=known.row_ends,
+            row_xxh3=known.row_xxh3,
         )

@@ -6,6 +6,8 @@ Arrow IPC file, no IPC compression, one record batch per sample, so that one sam
     loss_mask large_list<int8> [n]       0 over the context, 1 over the response
     exp       large_list<large_binary>   the codec's frames
     sm        large_binary               the codec's raw plane
+The last two have the types that their codec gives them (`store/codecs/`): `ipc-zstd` keeps plain bytes
+that Arrow compresses, and says so in the metadata `ipc_compression`.
 Schema metadata: format, codec, codec_version, boundaries, final_norm, dtype, hidden_size, params
 (base64; for `plane` the exponent bias per [layer, channel]). Row i of the states is token i; the
 layers are the boundaries in order, then the final state.
@@ -16,7 +18,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,22 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from datagen.errors import ConfigError, CorruptFile
-from datagen.store.arrow_part import open_batches
+from datagen.store.arrow_batches import open_batches
+from datagen.store.arrow_part import COMPRESSION
 from datagen.store.codecs import Encoded, codec_named
+from datagen.store.files import Location
 
 FORMAT = "datagen.states.1"
-FIELDS = [
+SAMPLE_FIELDS = [
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("prompt_id", pa.string(), nullable=False),
     pa.field("n_tokens", pa.int32(), nullable=False),
     pa.field("input_ids", pa.large_list(pa.int32()), nullable=False),
     pa.field("loss_mask", pa.large_list(pa.int8()), nullable=False),
-    pa.field("exp", pa.large_list(pa.large_binary()), nullable=False),
-    pa.field("sm", pa.large_binary(), nullable=False),
 ]
+SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
+MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
+MAX_HIDDEN, MAX_BOUNDARIES = 1 << 20, 1024  # beyond any model: a larger number is damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +65,20 @@ class StatesSpec:
 
     def schema(self, params: bytes) -> pa.Schema:
         """The schema of a shard whose codec learnt `params`."""
-        return pa.schema(
-            FIELDS,
-            metadata={
-                "format": FORMAT,
-                "codec": self.codec,
-                "codec_version": str(codec_named(self.codec).version),
-                "boundaries": ",".join(map(str, self.boundaries)),
-                "final_norm": self.final_norm,
-                "dtype": self.dtype,
-                "hidden_size": str(self.hidden_size),
-                "params": base64.b64encode(params).decode(),
-            },
-        )
+        codec = codec_named(self.codec)
+        metadata = {
+            "format": FORMAT,
+            "codec": self.codec,
+            "codec_version": str(codec.version),
+            "boundaries": ",".join(map(str, self.boundaries)),
+            "final_norm": self.final_norm,
+            "dtype": self.dtype,
+            "hidden_size": str(self.hidden_size),
+            "params": base64.b64encode(params).decode(),
+        }
+        if codec.ipc_compression:
+            metadata[COMPRESSION] = codec.ipc_compression
+        return pa.schema([*SAMPLE_FIELDS, *codec.fields], metadata=metadata)
 
 
 def fit(spec: StatesSpec, rows_TW: NDArray[np.uint16]) -> bytes:
@@ -83,7 +88,8 @@ def fit(spec: StatesSpec, rows_TW: NDArray[np.uint16]) -> bytes:
 
 def encode(spec: StatesSpec, params: bytes, rows_TW: NDArray[np.uint16]) -> Encoded:
     """Encode one sample; pure and thread-safe."""
-    return Encoded(*codec_named(spec.codec).encode(rows_TW, spec.hidden_size, params))
+    exp, sm = codec_named(spec.codec).encode(rows_TW, spec.hidden_size, params)
+    return Encoded(exp, sm, params, rows_TW.shape)
 
 
 def to_batch(
@@ -95,29 +101,19 @@ def to_batch(
     n_context: int,
     encoded: Encoded,
 ) -> pa.RecordBatch:
-    """One sample as a record batch."""
+    """One sample as a record batch. ValueError when it was encoded for another shard."""
+    if schema.metadata[b"params"] != base64.b64encode(encoded.params):
+        raise ValueError("the sample was encoded with other parameters than its shard's")
     mask = np.zeros(len(input_ids), dtype=np.int8)
     mask[n_context:] = 1
     offsets = [0, len(input_ids)]
-    sm = pa.Array.from_buffers(
-        pa.large_binary(),
-        1,
-        [
-            None,
-            pa.py_buffer(np.array([0, len(encoded.sm)], dtype=np.int64)),
-            pa.py_buffer(encoded.sm),
-        ],
-    )
     columns: list[pa.Array] = [
         pa.array([f"{prompt_id}-{turn}"]),
         pa.array([prompt_id]),
         pa.array([len(input_ids)], type=pa.int32()),
         pa.LargeListArray.from_arrays(offsets, pa.array(input_ids, type=pa.int32())),
         pa.LargeListArray.from_arrays(offsets, pa.array(mask, type=pa.int8())),
-        pa.LargeListArray.from_arrays(
-            [0, len(encoded.exp)], pa.array(encoded.exp, type=pa.large_binary())
-        ),
-        sm,
+        *codec_named(schema.metadata[b"codec"].decode()).arrays(encoded.exp, encoded.sm),
     ]
     return pa.record_batch(columns, schema=schema)
 
@@ -133,20 +129,38 @@ class SampleColumns:
     loss_mask: NDArray[np.int8]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """All samples of a shard, one after the other: `input_ids` int32, `loss_mask` int8, both [total].
+
+    `n_tokens` int32 [samples].
+    """
+
+    n_tokens: NDArray[np.int32]
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.int8]
+
+    def supervised_counts(self) -> NDArray[np.int64]:
+        """Occurrences by token id where the mask is 1."""
+        return np.bincount(self.input_ids[self.loss_mask != 0])
+
+
 class ShardReader:
     """Random access to the samples of a shard, sealed or still open (`.part`)."""
 
-    def __init__(self, path: Path, *, end: int | None = None) -> None:
+    def __init__(self, path: Location, *, end: int | None = None) -> None:
         self._path = path
         self._batches = open_batches(path, end=end)
         self.spec, self._params = self._parse(self._batches.schema)
+        self._codec = codec_named(self.spec.codec)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def columns(self, index: int) -> SampleColumns:
+    def columns(self, index: int, *, of: tuple[str, int] | None = None) -> SampleColumns:
         """Ids and mask of sample `index`; the states are not read. Raises CorruptFile."""
-        batch = self._batch(index)
+        narrow = self._batches.columns(self._within(index), SAMPLE_COLUMNS)
+        batch = self._complete(index, narrow, of)
         try:
             return SampleColumns(
                 sample_id=batch.column("sample_id")[0].as_py(),
@@ -158,26 +172,48 @@ class ShardReader:
         except (pa.ArrowException, ValueError, IndexError) as e:
             raise self._corrupt(index, str(e)) from e
 
+    def token_columns(self) -> TokenColumns:
+        """Ids and masks of all samples at once, states not read: quick. Raises CorruptFile."""
+        names = ["n_tokens", "input_ids", "loss_mask"]
+        table = self._batches.table(names)
+        try:
+            n_tokens, ids, mask = (_joined(table.column(name)) for name in names)
+            lengths = n_tokens.to_numpy()
+            for column in (ids, mask):
+                if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
+                    raise ValueError("ids, masks and counts of tokens differ in length")
+            columns = TokenColumns(lengths, ids.flatten().to_numpy(), mask.flatten().to_numpy())
+            if len(columns.input_ids) and not (
+                0 <= columns.input_ids.min() <= columns.input_ids.max() < MAX_TOKEN_ID
+            ):
+                raise ValueError("a token id is beyond any vocabulary")
+        except (pa.ArrowException, ValueError) as e:
+            raise CorruptFile(str(e), where=self.where, fix="run `datagen verify`") from e
+        return columns
+
     def states(
-        self, index: int, *, tokens: slice = slice(None), layers: Sequence[int] | None = None
+        self,
+        index: int,
+        *,
+        tokens: slice = slice(None),
+        layers: Sequence[int] | None = None,
+        of: tuple[str, int] | None = None,
     ) -> NDArray[np.uint16]:
         """Bit patterns uint16 [tokens, layers, H] of sample `index`; raises CorruptFile.
 
         `tokens`: a slice without a step; `layers`: positions among the boundaries and the final
         state, which is the last. ValueError when they name no token or layer there can be.
+        `of`: the id and the tokens that the row must have.
         """
         spec = self.spec
         wanted = range(spec.n_layers) if layers is None else layers
         if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        batch = self._batch(index)
+        batch = self._batch(index, of)
         try:
-            n_tokens = int(batch.column("n_tokens")[0].as_py())
-            frames = [memoryview(f.as_buffer()) for f in batch.column("exp")[0].values]
-            return codec_named(spec.codec).decode(
-                frames,
-                memoryview(batch.column("sm")[0].as_buffer()),
-                n_tokens,
+            return self._codec.decode(
+                *self._codec.stored(batch),
+                int(batch.column("n_tokens")[0].as_py()),
                 spec.width,
                 spec.hidden_size,
                 self._params,
@@ -187,23 +223,58 @@ class ShardReader:
         except (pa.ArrowException, ValueError, IndexError, TypeError) as e:
             raise self._corrupt(index, str(e)) from e
 
-    def stored_bytes(self, index: int) -> int:
-        """Encoded size of the states of a sample."""
-        batch = self._batch(index)
-        exp = sum(len(f.as_buffer()) for f in batch.column("exp")[0].values)
-        return exp + len(batch.column("sm")[0].as_buffer())
+    def raw_plane(self, index: int, *, of: tuple[str, int] | None = None) -> NDArray[np.uint8]:
+        """uint8 [n, bytes a token]: the sign and mantissa plane as its codec keeps it.
 
-    def _batch(self, index: int) -> pa.RecordBatch:
+        A view of the mapped file, not a copy, unless Arrow compressed the shard. Raises CorruptFile.
+        """
+        batch = self._batch(index, of)
+        try:
+            n_tokens = int(batch.column("n_tokens")[0].as_py())
+            plane = np.frombuffer(self._codec.stored(batch)[1], dtype=np.uint8)
+            return plane.reshape(n_tokens, len(plane) // n_tokens)
+        except (pa.ArrowException, ValueError, IndexError, TypeError, ZeroDivisionError) as e:
+            raise self._corrupt(index, str(e)) from e
+
+    def stored_bytes(self, index: int) -> int:
+        """Encoded size of the states of a sample; with its ids where Arrow compresses them together."""
+        if self._codec.ipc_compression:
+            return self._batches.body_bytes(self._within(index))
+        exp, sm = self._codec.stored(self._batch(index))
+        return sum(map(len, exp)) + len(sm)
+
+    def _within(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        batch = self._batches[index]
-        missing = [c for c in batch.schema.names if batch.column(c).null_count]
-        if missing:
-            raise self._corrupt(index, f"{missing[0]} is missing")
+        return index
+
+    def _batch(self, index: int, of: tuple[str, int] | None = None) -> pa.RecordBatch:
+        return self._complete(index, self._batches[self._within(index)], of)
+
+    def _complete(
+        self, index: int, batch: pa.RecordBatch, of: tuple[str, int] | None = None
+    ) -> pa.RecordBatch:
+        if batch.num_rows != 1:
+            raise self._corrupt(index, f"a batch of {batch.num_rows} rows")
+        for number, column in enumerate(batch.columns):
+            if column.null_count:
+                raise self._corrupt(index, f"{batch.schema.names[number]} is missing")
+        if of is not None:
+            found = (batch.column("sample_id")[0].as_py(), batch.column("n_tokens")[0].as_py())
+            if found != of:
+                raise self._corrupt(
+                    index,
+                    f"sample {found[0]} of {found[1]} tokens, the journal has {of[0]} of {of[1]}",
+                )
         return batch
 
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self._path)
+
     def _corrupt(self, index: int, what: str) -> CorruptFile:
-        return CorruptFile(f"row {index}: {what}", where=self._path, fix="run `datagen verify`")
+        return CorruptFile(f"row {index}: {what}", where=self.where, fix="run `datagen verify`")
 
     def _parse(self, schema: pa.Schema) -> tuple[StatesSpec, bytes]:
         meta: dict[str, Any] = {
@@ -221,15 +292,25 @@ class ShardReader:
                 codec=meta["codec"],
             )
             params = base64.b64decode(meta["params"], validate=True)
-            version = codec_named(spec.codec).version
-            if int(meta["codec_version"]) != version:
+            codec = codec_named(spec.codec)
+            if int(meta["codec_version"]) != codec.version:
                 raise ValueError(
-                    f"{spec.codec} version {meta['codec_version']}, this reads {version}"
+                    f"{spec.codec} version {meta['codec_version']}, this reads {codec.version}"
                 )
-            if spec.hidden_size < 1 or not schema.remove_metadata().equals(pa.schema(FIELDS)):
+            if not 0 < spec.hidden_size <= MAX_HIDDEN or len(spec.boundaries) > MAX_BOUNDARIES:
+                raise ValueError(f"{len(spec.boundaries)} boundaries of {spec.hidden_size}")
+            if not schema.remove_metadata().equals(pa.schema([*SAMPLE_FIELDS, *codec.fields])):
                 raise ValueError("other columns than a shard's")
         except (KeyError, ValueError, ConfigError) as e:
             raise CorruptFile(
-                f"no shard this can read: {e}", where=self._path, fix="run `datagen verify`"
+                f"no shard this can read: {e}", where=self.where, fix="run `datagen verify`"
             ) from e
         return spec, params
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    """One array of all chunks. Raises ValueError when a cell is missing."""
+    if column.null_count:
+        raise ValueError("a cell is missing")
+    joined = column.combine_chunks()
+    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined

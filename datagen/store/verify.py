@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -79,7 +80,9 @@ def verify_run(
 ) -> VerifyReport:
     """Check a run, complete or partial. `quick`: checksums and records, states are not decoded.
 
-    `progress(done, total)` counts partitions. Raises VerifyFailed when `root` holds no run.
+    Partitions are checked by `workers` threads at once, one a core by default: hashing, inflating
+    and comparing leave the interpreter. `progress(done, total)` counts partitions, from this
+    thread. The report does not depend on the order. Raises VerifyFailed when `root` holds no run.
     """
     layout = RunLayout(root)
     if not layout.plan.exists() or not layout.fingerprint.exists():
@@ -101,19 +104,23 @@ def verify_run(
         return report
     report.counts.update(partitions=plan.n_partitions, planned=plan.n_samples)
     specs: set[StatesSpec] = set()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         checks = [
             pool.submit(PartitionCheck(layout, plan, fingerprint.digest, i, quick=quick).run)
             for i in range(plan.n_partitions)
         ]
-        for done, check in enumerate(checks, start=1):
-            part = check.result()
-            report.counts.update(part.counts)
-            report.rejected.update(part.rejected)
-            report.faults += part.faults
-            specs |= part.specs
-            if progress is not None:
-                progress(done, plan.n_partitions)
+        try:
+            for done, _ in enumerate(as_completed(checks), start=1):
+                if progress is not None:
+                    progress(done, plan.n_partitions)
+        finally:  # an interrupt does not wait for what has not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+    for check in checks:
+        part = check.result()
+        report.counts.update(part.counts)
+        report.rejected.update(part.rejected)
+        report.faults += part.faults
+        specs |= part.specs
     if len(specs) > 1:
         report.faults.append(Fault("partitions", None, f"shards of {len(specs)} kinds: {specs}"))
     if not report.partial:

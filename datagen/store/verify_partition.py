@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from datagen.errors import CorruptFile, DatagenError
 from datagen.store.arrow_part import sha256_of
 from datagen.store.findings import Fault, Findings, relative_to
+from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
 from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import RunLayout, part
 from datagen.store.plan import Plan
@@ -20,7 +21,6 @@ from datagen.store.responses import ResponsesReader
 from datagen.store.seal import FileSummary, PartitionSummary
 from datagen.store.states import ShardReader
 
-NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00}
 Key = tuple[str, int]
 R = TypeVar("R", ResponsesReader, ShardReader)
 
@@ -208,7 +208,8 @@ class PartitionCheck:
         except CorruptFile as e:
             self._fault(e.where or path, None, e.what)
             return None
-        if len(opened) != promised.rows:
+        torn = not path.exists() and len(opened) > promised.rows  # the journal's last sync was cut
+        if len(opened) != promised.rows and not torn:
             self._fault(path, None, f"{len(opened)} rows, the journal has {promised.rows}")
         return opened
 
@@ -216,7 +217,8 @@ class PartitionCheck:
         path = self._layout.responses(number)
         opened = self._open(ResponsesReader, "responses", path, number)
         tokens = 0
-        for row in range(len(opened) if opened else 0):
+        promised = self._promised["responses"].get(number, _Promised())
+        for row in range(min(len(opened), promised.rows) if opened else 0):
             assert opened is not None
             try:
                 response = opened[row]
@@ -294,7 +296,7 @@ class PartitionCheck:
             bits_TH = states_TLH[:, layer]
             if ((bits_TH & limit) == limit).any():
                 self._fault(path, row, f"layer {layer} holds NaN or infinity")
-            elif not (bits_TH & 0x7FFF).any():
+            elif not (bits_TH & MAGNITUDE).any():
                 self._fault(path, row, f"layer {layer} is all zero")
-            elif len(bits_TH) > 1 and (bits_TH == bits_TH[:1]).all():
+            elif repeats(bits_TH):
                 self._fault(path, row, f"layer {layer} is the same for every token")

@@ -8,25 +8,35 @@ the radix cache from hiding rows; `finish_reason.type` is `stop`, `length` or `a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from tenacity import (
     AsyncRetrying,
     retry_if_exception_type,
     stop_after_delay,
     wait_random_exponential,
 )
+from yarl import URL
 
 from datagen.errors import EndpointDown
-from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
+from datagen.target.answers import Capture as Capture
+from datagen.target.answers import Generation as Generation
+from datagen.target.answers import capture_of, failure_of, generation_of, message_of
+from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
+from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
 
+ABORT_GRACE_S = 2.0
+KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
+IDLE_CLOSE_S = 1.0
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
 
@@ -39,39 +49,6 @@ class Timeouts:
     row: float = 1800.0
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer. `output_ids` are the engine's, the stop token included when one ended it."""
-
-    output_ids: list[int]
-    text: str
-    finish_reason: str
-    matched: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    spec_verify_ct: int | None
-    top_logprobs: list[Any] | None = None
-    spec_num_correct_drafts: int | None = None
-    spec_histogram: tuple[int, ...] | None = None
-    """Verify steps by the number of drafts accepted, before the output is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """Where the engine leaves the hidden states of one prefill, and what it says they are."""
-
-    path: Path
-    n_tokens: int
-    width: int
-    n_bytes: int
-    boundaries: tuple[int, ...]
-    final_norm: str
-    server: str
-    next_token: int
-
-
 class SGLangClient:
     """One server. Use as an async context manager; one session, no connection limit of its own."""
 
@@ -81,14 +58,17 @@ class SGLangClient:
         self.url = url.rstrip("/")
         self.timeouts = timeouts or Timeouts()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._routes: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._has_metrics = True
 
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            headers={**self._headers, "Content-Type": "application/json"},
+            cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=READ_BUFFER_BYTES,
-            json_serialize=lambda body: orjson.dumps(body).decode(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect),
         )
         return self
@@ -99,6 +79,8 @@ class SGLangClient:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_GRACE_S)
         if self._session is not None:
             await self._session.close()
 
@@ -108,7 +90,7 @@ class SGLangClient:
         """True when the server answers 200 on /health now; proves nothing about progress."""
         try:
             await self._control("GET", "/health")
-        except (EndpointFailure, CapacityFailure, RowFailure):
+        except (RequestFailure, TimeoutError):
             return False
         return True
 
@@ -127,8 +109,26 @@ class SGLangClient:
         """Ask the server to drop a request that nobody waits for; a dead server is no error."""
         try:
             await self._control("POST", "/abort_request", {"rid": rid})
-        except (EndpointFailure, CapacityFailure, RowFailure):
+        except (RequestFailure, TimeoutError):
             return
+
+    async def load(self) -> ServerLoad | None:
+        """What the server says of its queue, or None when it says nothing. Raises RequestFailure."""
+        if self._has_metrics:
+            try:
+                return load_from_metrics(await self._control("GET", "/metrics"))
+            except (RowFailure, EndpointFailure) as e:
+                if e.reason != "http_404":
+                    raise
+                self._has_metrics = False  # SGLang shows them with --enable-metrics only
+        info = await self._control("GET", "/server_info")
+        return load_from_info(info) if isinstance(info, dict) else None
+
+    def _abandon(self, rid: str) -> None:
+        """Abort a request in the background: its row must not wait for a server that may hang."""
+        task = asyncio.create_task(self.abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _patient(self, path: str, patience_s: float) -> dict[str, Any]:
         try:
@@ -140,7 +140,7 @@ class SGLangClient:
             ):
                 with attempt:
                     answer = await self._control("GET", path)
-        except (EndpointFailure, CapacityFailure, RowFailure) as e:
+        except RequestFailure as e:
             raise EndpointDown(
                 f"no SGLang server answers {path} ({e})",
                 where=self.url,
@@ -179,36 +179,7 @@ class SGLangClient:
         if seed is not None and sampling.temperature > 0:
             params["sampling_seed"] = seed
         body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": params}
-        answer = await self._row(body, rid)
-        meta = answer["meta_info"]
-        finish = meta.get("finish_reason") or {}
-        kind, matched = str(finish.get("type")), finish.get("matched")
-        if kind == "abort":
-            raise EndpointFailure("aborted", str(finish.get("message", "")))
-        output_ids = [int(i) for i in answer["output_ids"]]
-        if kind == "stop" and isinstance(matched, int) and output_ids[-1:] != [matched]:
-            output_ids.append(matched)  # some versions trim it; the drafter must learn to stop
-        return Generation(
-            output_ids=output_ids,
-            text=str(answer.get("text", "")),
-            finish_reason=kind,
-            matched=None if matched is None else str(matched),
-            prompt_tokens=int(meta["prompt_tokens"]),
-            completion_tokens=int(meta["completion_tokens"]),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            num_retractions=int(meta.get("num_retractions") or 0),
-            spec_verify_ct=None if "spec_verify_ct" not in meta else int(meta["spec_verify_ct"]),
-            spec_num_correct_drafts=(
-                None
-                if "spec_num_correct_drafts" not in meta
-                else int(meta["spec_num_correct_drafts"])
-            ),
-            spec_histogram=(
-                tuple(int(n) for n in meta["spec_correct_drafts_histogram"])
-                if meta.get("spec_correct_drafts_histogram")
-                else None
-            ),
-        )
+        return generation_of(await self._row(body, rid))
 
     async def capture(self, input_ids: Sequence[int], *, rid: str) -> Capture:
         """Prefill `input_ids` and have the hidden states of every token written to the spool.
@@ -226,30 +197,28 @@ class SGLangClient:
                 "custom_params": {"datagen": True},
             },
         }
+        return capture_of(await self._row(body, rid))
+
+    async def capture_states(self, input_ids: Sequence[int], *, rid: str) -> NDArray[np.float32]:
+        """Prefill `input_ids` and have the hidden states in the answer: float32 [rows, width].
+
+        As many rows as the server kept, which is to be checked. Raises as `capture`.
+        """
+        body = {
+            "rid": rid,
+            "extra_key": rid,
+            "input_ids": list(input_ids),
+            "return_hidden_states": True,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+        }
         answer = await self._row(body, rid)
-        notes = answer["meta_info"].get("datagen")
-        if not isinstance(notes, list) or not notes or not isinstance(notes[0], Mapping):
-            raise RowFailure(
-                "capture_not_live",
-                "the answer holds no meta_info.datagen: the capture plugin is not loaded",
-                permanent=True,
-            )
-        note = notes[0]
-        if "error" in note:
-            raise RowFailure("capture_failed", str(note["error"]))
         try:
-            return Capture(
-                path=Path(str(note["path"])),
-                n_tokens=int(note["rows"]),
-                width=int(note["width"]),
-                n_bytes=int(note["bytes"]),
-                boundaries=tuple(int(b) for b in note["boundaries"]),
-                final_norm=str(note["final_norm"]),
-                server=str(note["server"]),
-                next_token=int(answer["output_ids"][0]),
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise RowFailure("capture_malformed", f"{type(e).__name__}: {e}") from e
+            states_TW = np.asarray(answer["meta_info"]["hidden_states"][0], dtype=np.float32)
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise RowFailure("capture_malformed", f"hidden_states: {type(e).__name__}: {e}") from e
+        if states_TW.ndim != 2:
+            raise RowFailure("capture_malformed", f"hidden_states of shape {states_TW.shape}")
+        return states_TW
 
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
@@ -257,54 +226,50 @@ class SGLangClient:
             async with asyncio.timeout(self.timeouts.row):
                 answer = await self._request("POST", "/generate", body)
         except TimeoutError as e:
-            await self.abort(rid)
+            self._abandon(rid)
             raise EndpointFailure("row_timeout", f"no answer in {self.timeouts.row:.0f} s") from e
         except asyncio.CancelledError:
-            await asyncio.shield(self.abort(rid))
+            self._abandon(rid)
             raise
         if isinstance(answer, dict) and "meta_info" in answer and "output_ids" in answer:
             return answer
         raise RowFailure("malformed_answer", orjson.dumps(answer)[:200].decode(errors="replace"))
 
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        assert self._session is not None, "use SGLangClient as an async context manager"
-        sent = False
+        """One exchange; asked once more when the server closes an idle connection under it."""
+        began = time.monotonic()
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
-                sent = True
+            return await self._exchange(method, path, body)
+        except EndpointFailure as e:
+            closed = isinstance(e.__cause__, aiohttp.ServerDisconnectedError)
+            if not closed or time.monotonic() - began > IDLE_CLOSE_S:
+                raise
+        try:
+            return await self._exchange(method, path, body)
+        except EndpointFailure as e:  # it was no idle connection: the server died of the first
+            raise EndpointFailure("connection_lost", f"twice, then {e}") from e
+
+    async def _exchange(self, method: str, path: str, body: Any) -> Any:
+        assert self._session is not None, "use SGLangClient as an async context manager"
+        data = None if body is None else orjson.dumps(body)
+        url = self._routes.get(path) or self._routes.setdefault(path, URL(self.url + path))
+        try:
+            async with self._session.request(method, url, data=data) as response:
                 payload = await response.read()
-                status = response.status
+                status, headers = response.status, response.headers
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
             raise EndpointFailure("unreachable", str(e), in_flight=False) from e
-        except (aiohttp.ClientError, OSError, TimeoutError) as e:
+        except (aiohttp.ClientError, OSError) as e:
             if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
                 raise
-            raise EndpointFailure("connection_lost", f"{type(e).__name__}: {e} sent={sent}") from e
+            raise EndpointFailure("connection_lost", f"{type(e).__name__}: {e}") from e
         if status == 200:
-            if not payload or path == "/health" or path == "/abort_request":
+            if path in ("/health", "/abort_request"):
                 return None
+            if path == "/metrics":
+                return payload.decode(errors="replace")
             try:
                 return orjson.loads(payload)
             except orjson.JSONDecodeError as e:
                 raise RowFailure("bad_json", f"{e}: {payload[:120]!r}") from e
-        detail = _message(payload)
-        if status in (429, 503):
-            raise CapacityFailure(f"http_{status}", detail)
-        if 400 <= status < 500:
-            reason = (
-                "over_context"
-                if "longer than the model's context length" in detail
-                else f"http_{status}"
-            )
-            raise RowFailure(reason, detail, permanent=True)
-        raise EndpointFailure(f"http_{status}", detail)
-
-
-def _message(payload: bytes) -> str:
-    """The error text of a body: SGLang's {"error": {"message"}}, or its beginning as it is."""
-    try:
-        body = orjson.loads(payload)
-        error = body["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return payload[:200].decode(errors="replace").strip()
+        raise failure_of(status, message_of(payload), headers.get("Retry-After"))

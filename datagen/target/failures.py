@@ -22,6 +22,10 @@ class RowFailure(RequestFailure):
 class CapacityFailure(RequestFailure):
     """The server is full (429, 503): the window shrinks, the row is not charged."""
 
+    def __init__(self, reason: str, detail: str = "", *, retry_after_s: float | None = None):
+        super().__init__(reason, detail)
+        self.retry_after_s = retry_after_s
+
 
 class EndpointFailure(RequestFailure):
     """The server is at fault. `in_flight`: it had the request when it failed, so the row may be the cause."""

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from datagen.capture.spool import discard
 from datagen.errors import CaptureUnproven, WrongTarget
-from datagen.target.capture import rows_of, take_capture
 from datagen.target.client import SGLangClient
 from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
 from datagen.target.profile import Profile
+from datagen.target.states import Mode, capture_rows
 
 ARGUMENTS = (
     "tp_size", "dp_size", "chunked_prefill_size", "disable_radix_cache", "speculative_algorithm",
@@ -39,6 +38,7 @@ class ServerReport:
     engine: str
     context_length: int
     max_running_requests: int | None
+    cuda_graph_max_bs: int | None
     arguments: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport
             fix=f"point --endpoints at a server of {profile.model}, or choose the matching --target",
         )
     context = int(info.get("context_length") or profile.context_length)
-    running = info.get("max_running_requests")
+    running, graphs = info.get("max_running_requests"), info.get("cuda_graph_max_bs")
     return ServerReport(
         url=client.url,
         identity=TargetIdentity(
@@ -74,32 +74,55 @@ async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport
         engine=f"{info.get('engine', 'sglang')} {info.get('version', 'unstated')}",
         context_length=min(context, profile.context_length),
         max_running_requests=int(running) if running else None,
+        cuda_graph_max_bs=int(graphs) if graphs and not info.get("disable_cuda_graph") else None,
         arguments={k: info[k] for k in ARGUMENTS if k in info},
     )
 
 
-async def prove_capture(client: SGLangClient, profile: Profile, probe_ids: Sequence[int]) -> None:
+def require_whole_prefills(report: ServerReport) -> None:
+    """JSON states need prefills in one piece: SGLang drops the rows of all chunks but the last.
+
+    Raises CaptureUnproven.
+    """
+    chunk = report.arguments.get("chunked_prefill_size")
+    if chunk is not None and int(chunk) > 0:
+        raise CaptureUnproven(
+            f"the server prefills in chunks of {chunk} tokens, which loses rows of JSON states",
+            where=report.url,
+            fix="start it with --chunked-prefill-size -1, or capture through the spool",
+        )
+
+
+async def prove_capture(
+    client: SGLangClient,
+    profile: Profile,
+    probe_ids: Sequence[int],
+    *,
+    mode: Mode = "spool",
+    final: SGLangClient | None = None,
+) -> None:
     """Capture one probe and check it against the profile: width, boundaries, norm, rows, values.
 
     Raises CaptureUnproven, naming the flag to change.
     """
     rid = f"preflight-{uuid.uuid4().hex}"
     try:
-        capture = await client.capture(probe_ids, rid=rid)
-        spooled = await take_capture(capture, probe_ids, rid, profile)
+        captured = await capture_rows(client, probe_ids, rid, profile, mode=mode, final=final)
     except RowFailure as e:
         raise CaptureUnproven(
             f"the probe capture failed: {e}",
             where=client.url,
             fix="start the server with the capture plugin, DATAGEN_CAPTURE_DIR and "
-            "DATAGEN_CAPTURE_BOUNDARIES set, on this host",
+            "DATAGEN_CAPTURE_BOUNDARIES set, on this host (`datagen launch --role capture`)"
+            if mode == "spool"
+            else "start the server with --enable-return-hidden-states",
         ) from e
     except (CapacityFailure, EndpointFailure) as e:
         raise CaptureUnproven(
             f"the server failed on the probe: {e}", where=client.url, fix="see the server's log"
         ) from e
-    discard(capture.path)  # the rows stay mapped
-    bits_TLH = rows_of(spooled).reshape(spooled.n_tokens, -1, profile.hidden_size)
+    captured.discard()  # the rows stay mapped
+    bits_TLH = captured.rows.reshape(len(probe_ids), -1, profile.hidden_size)
     for index, name in enumerate([*map(str, profile.boundaries), "final"]):
         bits_TH = bits_TLH[:, index]
         if not (bits_TH & 0x7FFF).any() or (bits_TH == bits_TH[:1]).all():

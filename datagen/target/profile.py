@@ -27,6 +27,32 @@ class SplitSampling(StrictModel):
     heldout: Sampling = Sampling(temperature=0.0)
 
 
+class TensorNames(StrictModel):
+    """Where the checkpoint keeps what a drafter shares with its target."""
+
+    embed_tokens: str = "model.embed_tokens.weight"
+    lm_head: str = "lm_head.weight"
+    norm: str = "model.norm.weight"
+
+
+class RoleLaunch(StrictModel):
+    """What one role adds. Each argument line is split as a shell would."""
+
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class Launch(StrictModel):
+    """How SGLang serves this model. `{draft}` in a line stands for the drafter's path."""
+
+    gpus: int = Field(default=1, ge=0)
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    generate: RoleLaunch = RoleLaunch()
+    capture: RoleLaunch = RoleLaunch()
+    evaluate: RoleLaunch | None = None
+
+
 class Profile(StrictModel):
     """A target model. `boundaries` are Hugging Face `hidden_states` indices: i = input of layer i."""
 
@@ -48,6 +74,10 @@ class Profile(StrictModel):
     max_new_tokens: int = Field(gt=0)
     sampling: SplitSampling
     endpoint: str = "http://127.0.0.1:30000"
+    tensors: TensorNames = TensorNames()
+    init_drafters: tuple[str, ...] = ()
+    """Published drafters of this target to start from, the best first."""
+    launch: Launch = Launch()
 
     @model_validator(mode="after")
     def _boundaries_lie_inside(self) -> Profile:

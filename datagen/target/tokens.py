@@ -84,6 +84,11 @@ class TemplateRenderer:
         batch: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [len(ids) for ids in batch]
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """What a run of tokens says, special tokens included."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
     def _text(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool | None
     ) -> str:

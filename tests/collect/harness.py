@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from datagen.store.arrow_part import open_batches
+from datagen.collect import CollectJob
+from datagen.config import collect_config
 from datagen.store.layout import RunLayout
+from datagen.store.manifest import Manifest
 from datagen.store.plan import Plan
-from datagen.store.responses import from_batch
+from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
 from tests.tiny import write_tiny_checkpoint, write_tiny_mix, write_tiny_profile
 
@@ -62,6 +65,15 @@ class Bench:
                 env=environment(self.folder), start_new_session=True,
             )  # fmt: skip
 
+    async def collect_here(self, run: str, **settings: Any) -> Manifest:
+        """The same job in this process: no interpreter to start, one import of transformers."""
+        given = {
+            "run": str(self.folder / run), "mix": str(self.mix), "target": str(self.profile),
+            "tokenizer": str(self.checkpoint), "partition_prompts": 5,
+        }  # fmt: skip
+        async with CollectJob.open(collect_config(**(given | settings)), print) as job:
+            return await job.collect_all()
+
     def verify(self, run: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*CLI, "verify", str(self.folder / run)], capture_output=True, text=True, timeout=120,
@@ -80,9 +92,7 @@ def responses(root: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     for index in range(Plan.open(layout.plan).n_partitions):
         partition = layout.partition(index)
         for number in partition.numbers("responses"):
-            batches = open_batches(partition.responses(number))
-            for row in range(len(batches)):
-                response = from_batch(batches[row])
+            for response in ResponsesReader(partition.responses(number)):
                 yield response.sample_id, tuple(response.response_ids.tolist())
 
 

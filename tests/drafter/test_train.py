@@ -77,6 +77,8 @@ def test_a_fresh_drafter_learns_and_its_metrics_say_so(bench: Path, tmp_path: Pa
     kept = read_provenance(outcome.final)
     assert kept["heldout"] == outcome.after
     assert kept["vocab_sha256"] == loaded.vocab.digest
+    assert set(kept["vocab_coverage"]) == {"all", "language:en", "source:made-up"}
+    assert kept["vocab_coverage"]["all"] == 1.0, "fewer tokens occur than the map holds"
     again = train(bench, tmp_path / "warm", init=str(outcome.final), max_steps=1, ema=0.0)
     assert again.before["predicted_accept_len"] == pytest.approx(after, abs=0.02)
 

@@ -190,7 +190,6 @@ def test_aborting_an_unknown_request_is_fine(url: str) -> None:
         {"input_ids": IDS, "sampling_params": {"n": 2}},
         {"input_ids": [IDS, IDS], "rid": ["a", "a"]},
         {"input_ids": IDS, "stream": True},
-        {"input_ids": IDS, "return_hidden_states": True},
     ],
 )
 def test_a_malformed_request_is_a_400_with_a_message(url: str, body: Any) -> None:

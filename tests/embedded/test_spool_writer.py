@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from datagen.capture.spool import spool_path
-from datagen.embedded.capture import STALE_S, SpoolWriter
+from datagen.capture.spool import STALE_S, spool_path
+from datagen.embedded.capture import SpoolWriter
 from datagen.errors import ConfigError
 
 

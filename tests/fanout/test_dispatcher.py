@@ -10,7 +10,10 @@ import pytest
 
 from datagen.errors import EndpointDown, Interrupted
 from datagen.fanout.breaker import Breaker, BreakerConfig
-from datagen.fanout.dispatcher import DispatchConfig, Dispatcher, Priority, Rejected
+from datagen.fanout.config import DispatchConfig
+from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.rows import Priority, Rejected, Role, Work
+from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import Window, WindowConfig
 from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
 
@@ -27,6 +30,9 @@ class Scripted:
 
     async def healthy(self) -> bool:
         return self.alive
+
+    async def load(self) -> None:
+        return None
 
     async def ask(self) -> Any:
         self.calls += 1
@@ -56,17 +62,22 @@ def fails_first(times: int, error: Exception) -> Callable[[int], Awaitable[str]]
 
 
 def dispatcher(*servers: Scripted, **config: Any) -> Dispatcher:
-    return Dispatcher(servers, DispatchConfig(**{"breaker": FAST, **config}))  # type: ignore[arg-type]
+    specs = [ServerSpec(s) for s in servers]  # type: ignore[arg-type]
+    return Dispatcher(specs, DispatchConfig(**{"breaker": FAST, **config}))
 
 
 def ask(endpoint: Any) -> Awaitable[Any]:
     return endpoint.ask()
 
 
+def row(call: Any = ask, priority: Priority = Priority.FIRST_TURN, **more: Any) -> Work[Any]:
+    return Work(call, Role.GENERATE, priority, **more)
+
+
 async def test_every_row_is_answered_and_no_window_is_exceeded() -> None:
     a, b = Scripted("a", ok), Scripted("b", ok)
     async with dispatcher(a, b, window=WindowConfig(initial=4, maximum=4)) as d:
-        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(100)))
+        answers = await asyncio.gather(*(d.run(row()) for _ in range(100)))
     assert [x.value for x in answers] == ["ok"] * 100
     assert a.calls + b.calls == 100
     assert a.peak <= 4
@@ -81,7 +92,7 @@ async def test_a_slow_server_does_not_hold_back_a_fast_one() -> None:
 
     fast, tired = Scripted("fast", ok), Scripted("tired", slow)
     async with dispatcher(fast, tired, window=WindowConfig(initial=2, maximum=2)) as d:
-        await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(60)))
+        await asyncio.gather(*(d.run(row()) for _ in range(60)))
     assert fast.calls > 50
 
 
@@ -89,7 +100,7 @@ async def test_a_row_at_fault_is_tried_again_and_then_rejected_with_its_reason()
     server = Scripted("a", fails_first(99, RowFailure("bad_json", "<html>")))
     async with dispatcher(server, attempts=3) as d:
         with pytest.raises(Rejected, match="bad_json") as rejected:
-            await d.run(ask, Priority.FIRST_TURN)
+            await d.run(row())
     assert (rejected.value.reason, rejected.value.attempts, server.calls) == ("bad_json", 3, 3)
 
 
@@ -98,7 +109,7 @@ async def test_a_permanent_fault_costs_one_request() -> None:
     server = Scripted("a", fails_first(99, error))
     async with dispatcher(server) as d:
         with pytest.raises(Rejected, match="over_context"):
-            await d.run(ask, Priority.FIRST_TURN)
+            await d.run(row())
     assert server.calls == 1
 
 
@@ -106,9 +117,7 @@ async def test_a_storm_of_bad_rows_does_not_open_the_breaker() -> None:
     error = RowFailure("http_400", "no", permanent=True)
     server = Scripted("a", fails_first(50, error))
     async with dispatcher(server, window=WindowConfig(initial=1)) as d:
-        done = await asyncio.gather(
-            *(d.run(ask, Priority.FIRST_TURN) for _ in range(51)), return_exceptions=True
-        )
+        done = await asyncio.gather(*(d.run(row()) for _ in range(51)), return_exceptions=True)
         assert d.state()[0]["state"] == "closed"
     assert sum(isinstance(x, Rejected) for x in done) == 50
 
@@ -116,7 +125,7 @@ async def test_a_storm_of_bad_rows_does_not_open_the_breaker() -> None:
 async def test_a_full_server_shrinks_its_window_and_charges_no_row() -> None:
     server = Scripted("a", fails_first(3, CapacityFailure("http_503", "full")))
     async with dispatcher(server, window=WindowConfig(initial=8), attempts=1) as d:
-        answer = await d.run(ask, Priority.FIRST_TURN)
+        answer = await d.run(row())
         assert d.state()[0]["window"] < 8
     assert answer.value == "ok"
     assert answer.attempts == 1
@@ -127,7 +136,7 @@ async def test_rows_of_a_dead_server_go_to_the_living_uncharged() -> None:
     dead.alive = False
     living = Scripted("living", ok)
     async with dispatcher(dead, living, attempts=1) as d:
-        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(40)))
+        answers = await asyncio.gather(*(d.run(row()) for _ in range(40)))
     assert {x.endpoint for x in answers} == {"living"}
     assert dead.calls <= 32, "its breaker kept the rest away"
 
@@ -135,16 +144,44 @@ async def test_rows_of_a_dead_server_go_to_the_living_uncharged() -> None:
 async def test_a_server_that_comes_back_gets_rows_again() -> None:
     server = Scripted("a", fails_first(2, EndpointFailure("connection_lost")))
     async with dispatcher(server, window=WindowConfig(initial=1)) as d:
-        answers = await asyncio.gather(*(d.run(ask, Priority.FIRST_TURN) for _ in range(5)))
+        answers = await asyncio.gather(*(d.run(row()) for _ in range(5)))
     assert [x.value for x in answers] == ["ok"] * 5
 
 
-async def test_a_row_in_flight_at_three_deaths_is_rejected_as_suspect() -> None:
-    server = Scripted("a", fails_first(99, EndpointFailure("connection_lost")))
-    async with dispatcher(server) as d:
-        with pytest.raises(Rejected, match="server_died_thrice"):
-            await d.run(ask, Priority.FIRST_TURN)
-    assert server.calls == 3
+async def test_a_row_that_kills_its_server_is_found_and_the_innocent_are_collected() -> None:
+    killer, alone = 7, []
+
+    def call(number: int) -> Callable[[Any], Awaitable[Any]]:
+        async def ask_one(endpoint: Any) -> Any:
+            endpoint.running += 1
+            try:
+                await asyncio.sleep(0.005)
+                if number == killer:
+                    alone.append(endpoint.running == 1)
+                    endpoint.deadly.set()
+                if endpoint.deadly.is_set():
+                    await asyncio.sleep(0)  # every row in flight sees the connection go
+                    raise EndpointFailure("connection_lost")
+                return number
+            finally:
+                endpoint.running -= 1
+                if not endpoint.running:
+                    endpoint.deadly.clear()  # started again
+
+        return ask_one
+
+    server = Scripted("a", ok)
+    server.deadly = asyncio.Event()  # type: ignore[attr-defined]
+    async with dispatcher(server, window=WindowConfig(initial=8, maximum=8)) as d:
+        done = await asyncio.gather(
+            *(d.run(row(call(n))) for n in range(20)), return_exceptions=True
+        )
+    failed = [n for n, x in enumerate(done) if isinstance(x, Exception)]
+    assert failed == [killer]
+    assert isinstance(done[killer], Rejected)
+    assert done[killer].reason == "killed_its_server"
+    assert len(alone) == 4, "three deaths in company"
+    assert alone[-1], "and one alone, which proves it"
 
 
 async def test_the_run_stops_when_no_server_has_lived_for_long_enough() -> None:
@@ -152,7 +189,7 @@ async def test_the_run_stops_when_no_server_has_lived_for_long_enough() -> None:
     server.alive = False
     async with dispatcher(server, patience_s=0.3) as d:
         with pytest.raises(EndpointDown, match="nothing collected is lost"):
-            await asyncio.wait_for(d.run(ask, Priority.FIRST_TURN), 5)
+            await asyncio.wait_for(d.run(row()), 5)
 
 
 async def test_captures_go_before_new_conversations() -> None:
@@ -167,8 +204,8 @@ async def test_captures_go_before_new_conversations() -> None:
 
     async with dispatcher(Scripted("a", ok), window=WindowConfig(initial=1, maximum=1)) as d:
         await asyncio.gather(
-            *(d.run(named("new"), Priority.FIRST_TURN) for _ in range(3)),
-            d.run(named("capture"), Priority.CAPTURE),
+            *(d.run(row(named("new"))) for _ in range(3)),
+            d.run(row(named("capture"), Priority.CAPTURE)),
         )
     assert order == ["new", "capture", "new", "new"]
 
@@ -176,7 +213,7 @@ async def test_captures_go_before_new_conversations() -> None:
 async def test_stopping_finishes_what_is_in_flight_and_fails_what_waits() -> None:
     server = Scripted("a", ok)
     async with dispatcher(server, window=WindowConfig(initial=1, maximum=1)) as d:
-        rows = [asyncio.create_task(d.run(ask, Priority.FIRST_TURN)) for _ in range(3)]
+        rows = [asyncio.create_task(d.run(row())) for _ in range(3)]
         await asyncio.sleep(0)
         d.stop(Interrupted("stopped"))
         done = await asyncio.gather(*rows, return_exceptions=True)
@@ -185,7 +222,7 @@ async def test_stopping_finishes_what_is_in_flight_and_fails_what_waits() -> Non
 
 
 def test_a_window_grows_only_while_it_is_full_and_never_past_the_servers_limit() -> None:
-    window = Window(WindowConfig(initial=2, growth_after=1), server_limit=3)
+    window = Window(WindowConfig(initial=2, growth_after=1), limit=3)
     window.succeeded()
     assert window.size == 2
     for _ in range(5):
@@ -213,4 +250,4 @@ def test_a_breaker_opens_after_three_failures_and_closes_on_a_healthy_probe() ->
     assert not breaker.probe_due(2.5)
     assert breaker.open_for(5.0) == 3.0
     breaker.probed(5.0, healthy=True)
-    assert breaker.closed
+    assert breaker.closed, "it was gone, so it is a new process"

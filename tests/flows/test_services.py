@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -254,3 +256,31 @@ def test_serving_without_a_prefect_server_says_make_up(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "run `make up`" in done.stderr
+
+
+def test_a_process_killed_a_moment_ago_holds_nothing(tmp_path: Path) -> None:
+    program = """
+        import threading, time
+        memory = bytearray(1 << 27)
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(60,)).start()
+        print("ready", flush=True)
+    """
+    for attempt in range(5):
+        pid_file = tmp_path / f"{attempt}.pid"
+        lock = os.open(pid_file, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            stdout=subprocess.PIPE,
+            pass_fds=[lock],
+        )
+        pid_file.write_text(str(process.pid))
+        os.close(lock)
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert holder(pid_file) == process.pid
+        process.kill()
+        assert holder(pid_file) is None, "though the kernel may not have ended it yet"
+        process.wait()
+        process.stdout.close()

@@ -15,16 +15,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from datagen.store.layout import PartitionLayout
+from datagen.store.layout import PartitionLayout, RunLayout
 from datagen.store.partition import Outcome
+from datagen.store.repair import repair_run
 from datagen.store.responses import to_batch
 from tests.store.rows import collect, open_store, prompt_id, reject, response
 
-CALLS = ("open", "write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate", "truncate")
+CALLS = (
+    "open", "write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate", "truncate", "unlink",
+)  # fmt: skip
 COUNT = 6
 REJECTED = (3,)
 SHARD_BYTES = 3000
-to_batch(response(0))  # what pyarrow imports with its first array is then in every fork already
+to_batch([response(0)])  # what pyarrow imports with its first array is then in every fork already
 
 
 class Disk:
@@ -126,3 +129,10 @@ def write_rows(root: Path, at: int, power_cut: bool, acknowledged: Connection) -
         acknowledged.send_bytes(struct.pack("<I", number))
     store.seal(COUNT)
     store.close()
+
+
+def repair(root: Path, at: int, power_cut: bool) -> None:
+    """Repair a run."""
+    if at:
+        arm(root, at, power_cut=power_cut)
+    repair_run(RunLayout(root), workers=1)

@@ -211,6 +211,27 @@ def test_every_cut_of_the_journal_keeps_the_rows_whose_records_are_whole(tmp_pat
         shutil.rmtree(torn)
 
 
+def test_a_journal_cut_within_a_sync_keeps_the_first_rows_of_its_batch(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    with opened(whole) as store:
+        for batch in ([0, 1], [2, 3, 4]):  # each commit writes its responses as one batch
+            for number in batch:
+                store.add_response(response(number))
+            store.commit()
+    length = PartitionLayout(whole).journal.stat().st_size
+    for at in range(SIZE, length + 1, SIZE // 2):
+        torn = tmp_path / f"torn-{at}"
+        shutil.copytree(whole, torn)
+        journal = PartitionLayout(torn).journal
+        journal.write_bytes(journal.read_bytes()[:at])
+        left = at // SIZE - 1
+        with opened(torn) as store:
+            assert store.counts().responded == left
+            for number in range(left):
+                assert same(store.response(prompt_id(number), 0), response(number))
+        finish(torn, [0, 1, 2, 3, 4])
+
+
 @pytest.mark.parametrize("name", ["states-000.arrow.part", "responses-000.arrow.part"])
 def test_every_tail_beyond_the_journaled_rows_is_dropped(tmp_path: Path, name: str) -> None:
     """A kill after the data and before the journal: the last rows torn at every byte."""

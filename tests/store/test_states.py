@@ -19,10 +19,10 @@ from datagen.errors import ConfigError, CorruptFile
 from datagen.store import responses
 from datagen.store.arrow_part import ArrowPart
 from datagen.store.codecs import REGISTRY, codec_named
-from datagen.store.codecs import plane as plane_codec
+from datagen.store.codecs._planes import FIT_TOKENS
 from datagen.store.layout import part
 from datagen.store.responses import ResponsesReader
-from datagen.store.states import FIELDS, ShardReader, StatesSpec, encode, fit, to_batch
+from datagen.store.states import ShardReader, StatesSpec, encode, fit, to_batch
 from tests.store.rows import SPEC, prompt_id, response, states_like
 
 WIDE = StatesSpec((2, 30), "post", "BF16", hidden_size=4200, codec="plane")
@@ -149,7 +149,7 @@ def test_the_first_sample_of_a_shard_gives_the_bias_of_all(tmp_path: Path) -> No
     path = shard_of(tmp_path / "states-000.arrow", samples)
     meta = pa.ipc.open_file(str(path)).schema.metadata
     bias = np.frombuffer(base64.b64decode(meta[b"params"]), dtype=np.uint8)
-    exponents = (samples[0][: plane_codec.FIT_TOKENS] >> 7 & 0xFF).astype(np.uint8)
+    exponents = (samples[0][:FIT_TOKENS] >> 7 & 0xFF).astype(np.uint8)
     assert np.abs(bias.astype(int) - np.median(exponents, axis=0)).max() <= 1
 
 
@@ -192,7 +192,7 @@ def rewritten(path: Path, metadata: dict[str, str], **columns: pa.Array) -> Path
     with pa.ipc.new_file(str(path), schema) as writer:
         writer.write_batch(
             pa.record_batch(
-                [columns.get(f.name, batch.column(f.name)) for f in FIELDS], schema=schema
+                [columns.get(f.name, batch.column(f.name)) for f in reader.schema], schema=schema
             )
         )
     return path
@@ -258,7 +258,7 @@ def test_flipped_bytes_give_an_error_or_data_but_never_a_crash(tmp_path: Path, f
     shard = shard_of(tmp_path / "states-000.arrow", [states_like(n, seed=n) for n in (9, 20)])
     file = ArrowPart(tmp_path / "responses-000.arrow", responses.SCHEMA)
     for number in range(2):
-        file.append(responses.to_batch(response(number)))
+        file.append(responses.to_batch([response(number)]))
     answers = file.seal().path
     code = f"""
         import random, resource, sys

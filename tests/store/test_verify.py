@@ -68,6 +68,21 @@ def test_a_sound_run_is_said_to_be_so_with_its_counts(good: Path) -> None:
     assert orjson.loads(orjson.dumps(report.as_dict()))["ok"] is True
 
 
+def test_the_report_does_not_depend_on_how_many_work(tmp_path: Path) -> None:
+    complete_run(tmp_path / "run", partitions=6, prompts=4)
+    for index in (1, 4):
+        shard = first(tmp_path / "run" / "partitions" / f"{index:05d}", "states-*.arrow")
+        shard.write_bytes(shard.read_bytes()[:-1])
+    steps: list[tuple[int, int]] = []
+    alone = verify_run(tmp_path / "run", workers=1)
+    together = verify_run(
+        tmp_path / "run", workers=4, progress=lambda done, total: steps.append((done, total))
+    )
+    assert alone.as_dict() == together.as_dict()
+    assert not alone.ok
+    assert steps == [(n, 6) for n in range(1, 7)]
+
+
 def test_a_quick_check_reads_no_states(good: Path) -> None:
     report = verify_run(good, quick=True)
     assert report.ok, faults(report)

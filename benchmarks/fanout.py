@@ -1,0 +1,430 @@
+"""The fan-out against a server that takes exactly known time: client cost, makespan, kills, resume.
+
+python benchmarks/fanout.py                  # everything, an hour
+python benchmarks/fanout.py cpu kills        # some parts
+python benchmarks/fanout.py cpu --specforge PATH --speculators PATH   # peers' scripts beside it
+
+cpu       client CPU of a 1,000-token response, HTTP to journal: <= 0.5 ms, >= 2,000 rows/s and core at
+          1,024 in flight, <= 150 MB; a bare aiohttp loop and the peers' scripts beside it
+memory    peak of 83,000 rows and of 1.4 million: < 20 MB apart
+makespan  4 servers, lognormal lengths, against tokens / capacity: <= 1.02, with one server killed at
+          40 % and back 10 s later <= 1.05, with one half as fast <= 1.08; static split and round-robin
+kills     SIGKILL of the client at random moments, then the same again: every row once, redone rows <=
+          those in flight + 1 s of work
+resume    opening the journals of 83,000 and of 1.4 million rows: < 0.3 s, < 2 s
+
+Needs a C compiler for nullserver.c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.fanout_client import DIGEST, prompt_id
+from datagen.store.journal import Entry, Journal, Kind, read_journal
+from datagen.store.layout import RunLayout
+from datagen.store.responses import ResponsesReader
+
+ROOT = Path(__file__).resolve().parents[1]
+Result = dict[str, Any]
+STEP_US = 5
+ANSWER_TOKENS = 1000
+
+
+def answer(tokens: int = ANSWER_TOKENS) -> bytes:
+    """A response of `tokens`, as SGLang's /generate words it."""
+    ids = [1000 + 37 * i % 30000 for i in range(tokens - 1)] + [2]
+    text = " ".join(f"word{i % 97}" for i in range(int(tokens * 0.74)))
+    meta = {
+        "id": "x", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 100,
+        "completion_tokens": tokens, "cached_tokens": 0, "e2e_latency": 1.0,
+    }  # fmt: skip
+    chat = [
+        {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    ]
+    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": tokens + 100}
+    body = {"text": text, "output_ids": ids, "meta_info": meta, "choices": chat, "usage": usage}
+    return json.dumps(
+        {**body, "id": "x", "object": "chat.completion", "created": 0, "model": "null"}
+    ).encode()
+
+
+class Bench:
+    """A compiled server, a folder, and clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.binary = folder, folder / "nullserver"
+        source = ROOT / "benchmarks" / "nullserver.c"
+        subprocess.run(["cc", "-O2", "-o", self.binary, source, "-lm"], check=True)
+        self._ports = iter(range(random.randint(20000, 40000), 65000))
+
+    def server(
+        self, *, slots: int, step_us: float, tokens: int, port: int = 0
+    ) -> tuple[subprocess.Popen[str], int]:
+        """A server on a port of its own; wait for it."""
+        body = self.folder / f"body-{tokens}.json"
+        body.write_bytes(answer(tokens))
+        while True:
+            at = port or next(self._ports)
+            process = subprocess.Popen(
+                [self.binary, str(at), str(slots), str(step_us), body],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+            assert process.stdout is not None
+            if process.stdout.readline().strip() == "serving":
+                return process, at
+
+    @contextmanager
+    def serving(
+        self, *steps_us: float, slots: int, tokens: int = ANSWER_TOKENS
+    ) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
+        """One server for each step time."""
+        made = [self.server(slots=slots, step_us=s, tokens=tokens) for s in steps_us]
+        processes, ports = [m[0] for m in made], [m[1] for m in made]
+        try:
+            yield processes, ports
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    def client(self, ports: Sequence[int], run: Path, **flags: Any) -> subprocess.Popen[str]:
+        """A client; returned once it begins."""
+        urls = [f"http://127.0.0.1:{p}" for p in ports]
+        arguments = [str(x) for k, v in flags.items() for x in (f"--{k}", v)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.fanout_client", "--run", run, *arguments, "--urls", *urls],
+            stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "started":
+            raise RuntimeError("the client did not start")
+        return process
+
+    def drive(self, ports: Sequence[int], run: Path, **flags: Any) -> Result:
+        """A client from its beginning to its end."""
+        return finish(self.client(ports, run, **flags))
+
+
+def finish(client: subprocess.Popen[str]) -> Result:
+    """What a client says at its end."""
+    out, _ = client.communicate()
+    if client.returncode:
+        raise RuntimeError(f"the client failed: {client.returncode}")
+    result: Result = json.loads(out)
+    return result
+
+
+RAW = """
+import asyncio, resource, sys, time
+import aiohttp, orjson, uvloop
+rows, width, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+async def main():
+    numbers = iter(range(rows))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async def worker():
+            for i in numbers:
+                body = orjson.dumps({"rid": str(i), "input_ids": list(range(100)),
+                                     "sampling_params": {"max_new_tokens": 1000}})
+                async with session.post(url + "/generate", data=body) as answer:
+                    orjson.loads(await answer.read())
+        cpu = time.process_time()
+        await asyncio.gather(*(worker() for _ in range(width)))
+        print((time.process_time() - cpu) / rows * 1e3)
+uvloop.run(main())
+"""
+
+
+def cpu(bench: Bench, args: argparse.Namespace) -> Result:
+    """Client CPU a row, alternating with a bare aiohttp loop at the same width."""
+    ours: list[Result] = []
+    raw: list[float] = []
+    rows = 10_000
+    with bench.serving(STEP_US, slots=4096) as (_, ports):
+        for n in range(3):
+            run = bench.folder / f"cpu-{n}"
+            ours.append(bench.drive(ports, run, rows=rows, window=1024, mean=ANSWER_TOKENS))
+            shutil.rmtree(run)
+            url = f"http://127.0.0.1:{ports[0]}"
+            said = subprocess.run(
+                [sys.executable, "-c", RAW, str(rows), "1024", url],
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            raw.append(float(said.stdout))
+        peers = {
+            name: peer_cpu(bench, name, getattr(args, name), ports[0])
+            for name in ("specforge", "speculators")
+        }
+    each = [o["cpu_s"] / rows * 1e3 for o in ours]
+    mine, rss = median(each), max(o["peak_rss_mib"] for o in ours)
+    result: Result = {
+        "cpu_ms_per_row": each,
+        "bare_aiohttp_ms_per_row": raw,
+        "rows_per_s_and_core": 1e3 / mine,
+        "peak_rss_mib": rss,
+        "peers_cpu_ms_per_row": peers,
+        "passed": mine <= 0.5 and 1e3 / mine >= 2000 and rss <= 150,
+    }
+    for name, factor in (("specforge", 40), ("speculators", 2)):
+        if isinstance(peers[name], float):
+            result[f"times_below_{name}"] = peers[name] / mine
+            result["passed"] = result["passed"] and peers[name] / mine >= factor
+    return result
+
+
+def peer_cpu(bench: Bench, name: str, script: Path | None, port: int) -> float | str:
+    """CPU in ms a row of a peer's regenerate script against the same server, start-up taken off."""
+    if script is None:
+        return f"skipped: give --{name} the path of its script"
+    used: dict[int, float] = {}
+    few, many = 64, 1064
+    for rows in (few, many):
+        prompts, out = (
+            bench.folder / f"{name}-{rows}.jsonl",
+            bench.folder / f"{name}-{rows}-out.jsonl",
+        )
+        turns = [{"role": "user", "content": "word " * 80}]
+        lines = [json.dumps({"id": str(i), "conversations": turns}) + "\n" for i in range(rows)]
+        prompts.write_text("".join(lines), encoding="utf-8")
+        if name == "specforge":
+            flags = ["--model", "null", "--concurrency", "64", "--max-tokens", str(ANSWER_TOKENS),
+                     "--server-address", f"127.0.0.1:{port}", "--input-file-path", prompts,
+                     "--output-file-path", out]  # fmt: skip
+        else:
+            flags = ["--model", "null", "--concurrency", "256", "--max-tokens", str(ANSWER_TOKENS),
+                     "--endpoint", f"http://127.0.0.1:{port}/v1", "--dataset", prompts,
+                     "--outfile", out]  # fmt: skip
+        before = os.times()
+        done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
+        if done.returncode:
+            return f"failed: {done.stderr.strip().splitlines()[-1:]}"
+        after = os.times()
+        used[rows] = (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
+    return (used[many] - used[few]) / (many - few) * 1e3
+
+
+def memory(bench: Bench, args: argparse.Namespace) -> Result:
+    """Peak memory at 1,024 in flight, short answers, few rows and many."""
+    peaks = {}
+    with bench.serving(STEP_US, slots=4096, tokens=20) as (_, ports):
+        for rows in (83_000, args.many):
+            run = bench.folder / "memory"
+            peaks[rows] = bench.drive(ports, run, rows=rows, window=1024, mean=20)["peak_rss_mib"]
+            shutil.rmtree(run)
+    few, many = peaks.values()
+    return {"peak_rss_mib": peaks, "passed": many - few < 20 and many <= 150}
+
+
+MEAN_S, SIGMA, MOST, SLOTS = 0.4, 0.8, 4.0, 32
+
+
+def makespan(bench: Bench, args: argparse.Namespace) -> Result:
+    """Wall time against tokens / capacity, undisturbed, disturbed, and as peers bind rows."""
+    step_us = MEAN_S * 1e6 / ANSWER_TOKENS
+    shape = {"mean": ANSWER_TOKENS, "sigma": SIGMA, "most": MOST, "rows": args.rows, "limit": SLOTS + 8,
+             "window": SLOTS, "partition": 100}  # fmt: skip
+    result: Result = {"rows": args.rows, "slots": 4 * SLOTS}
+    bars = {"shared": 1.02, "killed": 1.05, "slow": 1.08}
+    result["passed"] = True
+    for name in ("shared", "killed", "slow", "static", "round-robin", "static slow"):
+        steps = [step_us] * 3 + [step_us * 2 if "slow" in name else step_us]
+        policy = name.split()[0] if name.split()[0] in ("static", "round-robin") else "shared"
+        run = bench.folder / name.replace(" ", "-")
+        with bench.serving(*steps, slots=SLOTS, tokens=50) as (processes, ports):
+            expected_s = args.rows * MEAN_S / (4 * SLOTS)
+            chaos = None
+            if name == "killed":
+                chaos = threading.Thread(
+                    target=outage, args=(bench, processes, ports[0], step_us, 0.4 * expected_s)
+                )
+            flags = {
+                **shape,
+                "policy": policy,
+                **({"window": SLOTS, "limit": SLOTS} if policy != "shared" else {}),
+            }
+            client = bench.client(ports, run, **flags)
+            if chaos:
+                chaos.start()
+            took = finish(client)
+            if chaos:
+                chaos.join()
+        capacity = sum(step_us / s for s in steps) * SLOTS
+        lost = OUTAGE_S * SLOTS if name == "killed" else 0.0
+        work_s = took["tokens"] * step_us * 1e-6
+        ideal = (work_s + lost) / capacity
+        result[name] = {
+            "wall_s": took["wall_s"], "ideal_s": ideal, "over_ideal": took["wall_s"] / ideal,
+            "longest_share": took["longest"] * max(steps) * 1e-6 / ideal, "asked": took["asked"],
+        }  # fmt: skip
+        print(f"      {name}: {result[name]}", flush=True)
+        if name in bars:
+            result["passed"] = result["passed"] and took["wall_s"] / ideal <= bars[name]
+        shutil.rmtree(run)
+    return result
+
+
+OUTAGE_S = 10.0
+
+
+def outage(
+    bench: Bench, processes: list[subprocess.Popen[str]], port: int, step_us: float, after_s: float
+) -> None:
+    """SIGKILL the first server, and start it again ten seconds later."""
+    time.sleep(after_s)
+    processes[0].kill()
+    processes[0].wait()
+    time.sleep(OUTAGE_S)
+    processes[0] = bench.server(slots=SLOTS, step_us=step_us, tokens=50, port=port)[0]
+
+
+def stored(run: Path, rows: int) -> tuple[int, int]:
+    """Distinct and total responses on disk, sealed."""
+    seen: list[str] = []
+    layout = RunLayout(run)
+    for index in range(-(-rows // 100)):
+        partition = layout.partition(index)
+        for number in partition.numbers("responses"):
+            seen += [r.prompt_id for r in ResponsesReader(partition.responses(number))]
+    wanted = {prompt_id(i) for i in range(rows)}
+    return len(set(seen) & wanted), len(seen)
+
+
+def kills(bench: Bench, args: argparse.Namespace) -> Result:
+    """SIGKILL at random moments between the first row and the last, then the same command."""
+    rows, window, rate = 2000, 64, 64 / 0.05
+    log: list[Result] = []
+    with bench.serving(50, slots=64, tokens=50) as (_, ports):
+        flags = {
+            "rows": rows,
+            "window": window,
+            "limit": window,
+            "mean": 1000,
+            "sigma": 0.5,
+            "partition": 100,
+        }
+        for seed in range(args.kills):
+            run, rng = bench.folder / f"kill-{seed}", random.Random(seed)
+            before = served(ports[0])
+            client = bench.client(ports, run, **flags)
+            at = rng.uniform(0.02, 0.98)
+            while (done := journaled(run, rows)) < at * rows and client.poll() is None:
+                time.sleep(0.005)
+            client.send_signal(signal.SIGKILL)
+            client.wait()
+            done = journaled(run, rows)
+            again = bench.drive(ports, run, **flags)
+            distinct, total = stored(run, rows)
+            redone = served(ports[0]) - before - rows
+            log.append({"seed": seed, "row": done, "distinct": distinct, "total": total, "redone": redone,
+                        })  # fmt: skip
+            good = distinct == total == rows == done + again["asked"] and 0 < done < rows
+            good = good and redone <= window + rate
+            print(f"      kill {seed} at row {done}: {distinct} distinct of {total}", flush=True)
+            if not good:
+                return {"log": log, "passed": False}
+            shutil.rmtree(run)
+    return {"kills": len(log), "log": log, "rows": rows, "rate": rate, "passed": True}
+
+
+def served(port: int) -> int:
+    """Rows a server has answered."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats") as answer:
+        return int(json.load(answer)["served"])
+
+
+def journaled(run: Path, rows: int) -> int:
+    """Rows with a response, by the journals."""
+    layout = RunLayout(run)
+    return sum(
+        int((read_journal(layout.partition(i).journal)["kind"] == Kind.RESPONSE).sum())
+        for i in range(-(-rows // 100))
+    )
+
+
+def resume(bench: Bench, _: argparse.Namespace) -> Result:
+    """Reading the journals of a run, nothing else: what resuming waits for."""
+    took: dict[int, list[float]] = {}
+    for rows in (83_000, 1_400_000):
+        layout = RunLayout(bench.folder / f"resume-{rows}")
+        each = 5000
+        for index in range(-(-rows // each)):
+            partition = layout.partition(index)
+            partition.root.mkdir(parents=True)
+            journal, _ = Journal.open(partition.journal, DIGEST)
+            for row in range(index * each, min((index + 1) * each, rows)):
+                journal.append(Entry(Kind.RESPONSE, prompt_id(row), 0, 0, row, 1000, 1, 0))
+            journal.sync()
+            journal.close()
+        took[rows] = []
+        for _ in range(5):
+            began = time.perf_counter()
+            found = sum(
+                len(read_journal(layout.partition(i).journal, DIGEST))
+                for i in range(-(-rows // each))
+            )
+            took[rows].append(time.perf_counter() - began)
+            assert found == rows
+    small, large = (median(t) for t in took.values())
+    return {"open_s": took, "passed": small < 0.3 and large < 2.0}
+
+
+PARTS = {"cpu": cpu, "memory": memory, "makespan": makespan, "kills": kills, "resume": resume}
+
+
+def main() -> int:
+    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--specforge", type=Path, help="its scripts/regenerate_train_data.py")
+    parser.add_argument(
+        "--speculators", type=Path, help="its scripts/response_regeneration/script.py"
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=32_000, help="of makespan")
+    parser.add_argument("--many", type=int, default=1_400_000, help="rows of memory's longer run")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    out = ROOT / "benchmarks" / "results" / f"fanout-{time.strftime('%Y-%m-%d')}.json"
+    kept: Result = json.loads(out.read_text()) if out.exists() else {}
+    missed = False
+    with tempfile.TemporaryDirectory(prefix="fanout-") as folder:
+        bench = Bench(Path(folder))
+        for name in args.parts or PARTS:
+            load = os.getloadavg()[0]
+            result = {"load_average": load, **PARTS[name](bench, args)}
+            missed |= not result["passed"]
+            kept[name] = result
+            shown = {k: v for k, v in result.items() if k != "log"}
+            print(
+                f"{'pass' if result['passed'] else 'MISS'}  {name}: {json.dumps(shown)}", flush=True
+            )
+            out.write_text(json.dumps({"cpus": os.cpu_count(), **kept}, indent=1) + "\n")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

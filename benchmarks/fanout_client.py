@@ -1,0 +1,217 @@
+"""The client that benchmarks/fanout.py measures, in a process of its own.
+
+The product's own dispatcher, HTTP client, partition store and group commit over a plan of rows known by
+number; no tokenizer, no capture. Prints one JSON line. Not a command for users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from datagen.collect.gate import PartitionGate
+from datagen.fanout.config import DispatchConfig
+from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.endpoint import Endpoint
+from datagen.fanout.rows import Answered, Priority, Role, Work
+from datagen.fanout.server import ServerSpec
+from datagen.fanout.window import WindowConfig
+from datagen.store.group_commit import GroupCommitter
+from datagen.store.layout import RunLayout
+from datagen.store.partition import Outcome, PartitionStore
+from datagen.store.responses import Response
+from datagen.store.states import StatesSpec
+from datagen.target.client import Generation, SGLangClient
+from datagen.target.profile import Sampling
+
+DIGEST = "0" * 64
+SPEC = StatesSpec(
+    boundaries=(2, 15, 27), final_norm="post", dtype="BF16", hidden_size=576, codec="plane"
+)
+GREEDY = Sampling(temperature=0.0)
+CONTEXT = np.arange(100, dtype=np.int32)
+
+
+def prompt_id(row: int) -> str:
+    """The id of a row."""
+    return hashlib.sha256(str(row).encode()).hexdigest()
+
+
+def lengths(rows: int, mean: float, sigma: float, most: float, seed: int) -> list[int]:
+    """Output tokens of each row: lognormal of that mean, cut at `most` times it."""
+    rng = random.Random(seed)
+    median = mean / np.exp(sigma**2 / 2)
+    return [
+        max(1, int(min(most * mean, rng.lognormvariate(np.log(median), sigma))))
+        for _ in range(rows)
+    ]
+
+
+async def ask(endpoint: Endpoint, row: int, tokens: int) -> Generation:
+    """One row of `tokens`."""
+    return await endpoint.generate(
+        CONTEXT.tolist(), rid=f"{row}-{time.monotonic_ns()}", sampling=GREEDY,
+        max_new_tokens=tokens, stop_token_ids=(2,), seed=None,
+    )  # fmt: skip
+
+
+def response(row: int, answered: Answered[Generation]) -> Response:
+    """As the collect job stores it."""
+    said = answered.value
+    return Response(
+        prompt_id=prompt_id(row), turn=0, context_ids=CONTEXT,
+        response_ids=said.output_ids, text=said.text,
+        finish_reason=said.finish_reason, stop_reason_detail=said.matched,
+        prompt_tokens=said.prompt_tokens, completion_tokens=said.completion_tokens,
+        cached_tokens=said.cached_tokens, num_retractions=said.num_retractions,
+        spec_verify_ct=said.spec_verify_ct, seed=None, endpoint=answered.endpoint,
+        attempts=answered.attempts, queue_s=answered.queue_s, server_s=answered.server_s,
+    )  # fmt: skip
+
+
+Run = Callable[[int, int], Awaitable[Answered[Generation]]]
+
+
+@asynccontextmanager
+async def shared_queue(
+    clients: Sequence[SGLangClient], window: int, limit: int
+) -> AsyncIterator[tuple[Run, Callable[[], int]]]:
+    """The product: one dispatcher over all servers."""
+    config = DispatchConfig(window=WindowConfig(initial=window, maximum=limit))
+    async with Dispatcher([ServerSpec(c, limit=limit) for c in clients], config) as dispatcher:
+
+        async def run(row: int, tokens: int) -> Answered[Generation]:
+            work = Work(
+                lambda endpoint: ask(endpoint, row, tokens),
+                Role.GENERATE,
+                Priority.FIRST_TURN,
+                tokens,
+                lambda g: len(g.output_ids),
+            )
+            return await dispatcher.run(work)
+
+        yield run, lambda: dispatcher.capacity
+
+
+@asynccontextmanager
+async def bound_rows(
+    clients: Sequence[SGLangClient], window: int, *, in_order: bool
+) -> AsyncIterator[tuple[Run, Callable[[], int]]]:
+    """How peers do it: row i belongs to server i mod n. `in_order`: a full server holds up all."""
+    slots = [asyncio.Semaphore(window) for _ in clients]
+    turn = asyncio.Lock()
+
+    async def run(row: int, tokens: int) -> Answered[Generation]:
+        server = row % len(clients)
+        if in_order:
+            async with turn:
+                await slots[server].acquire()
+        else:
+            await slots[server].acquire()
+        try:
+            began = time.monotonic()
+            value = await ask(clients[server], row, tokens)
+            return Answered(value, clients[server].url, 1, 0.0, time.monotonic() - began)
+        finally:
+            slots[server].release()
+
+    yield run, lambda: 10**9 if not in_order else window * len(clients)
+
+
+async def drive(args: argparse.Namespace) -> dict[str, float]:
+    """Bring every row to disk; returns what it took."""
+    tokens = lengths(args.rows, args.mean, args.sigma, args.most, args.seed)
+    layout, committer = RunLayout(args.run), GroupCommitter()
+    asked = 0
+    async with AsyncExitStack() as stack:
+        stack.callback(committer.close)
+        clients = [await stack.enter_async_context(SGLangClient(url)) for url in args.urls]
+        source = {
+            "shared": lambda: shared_queue(clients, args.window, args.limit),
+            "static": lambda: bound_rows(clients, args.window, in_order=False),
+            "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
+        }[args.policy]
+        run, capacity = await stack.enter_async_context(source())
+        gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1))
+        commits = asyncio.Semaphore(512)
+
+        async def one(store: PartitionStore, row: int) -> None:
+            nonlocal asked
+            if store.outcome(prompt_id(row), 0) is Outcome.PENDING:
+                asked += 1
+                said = response(row, await run(row, tokens[row]))
+                async with commits:
+                    await asyncio.wrap_future(
+                        committer.submit(store, lambda s: s.add_response(said))
+                    )
+
+        async def partition(index: int) -> None:
+            try:
+                store = await asyncio.to_thread(
+                    PartitionStore.open, layout.partition(index), fingerprint_digest=DIGEST,
+                    spec=SPEC, shard_bytes=1 << 28,
+                )  # fmt: skip
+                rows = range(index * args.partition, min((index + 1) * args.partition, args.rows))
+                async with asyncio.TaskGroup() as group:
+                    for row in rows:
+                        group.create_task(one(store, row))
+                await asyncio.wrap_future(committer.submit(store, lambda s: s.seal(len(rows))))
+                await asyncio.wrap_future(committer.submit(store, lambda s: s.close()))
+            finally:
+                gate.release()
+
+        print("started", flush=True)
+        opened = time.monotonic()
+        cpu = time.process_time()
+        pending = [
+            i for i in range(-(-args.rows // args.partition))
+            if not layout.partition(i).summary.exists()
+        ]  # fmt: skip
+        async with asyncio.TaskGroup() as group:
+            for index in pending:
+                await gate.admit()
+                group.create_task(partition(index))
+        wall, cpu = time.monotonic() - opened, time.process_time() - cpu
+    return {
+        "rows": args.rows,
+        "asked": asked,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "tokens": float(sum(tokens)),
+        "longest": float(max(tokens, default=0)),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--urls", nargs="+", required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--policy", default="shared", choices=["shared", "static", "round-robin"])
+    parser.add_argument("--mean", type=float, default=1000, help="tokens of a row")
+    parser.add_argument("--sigma", type=float, default=0.0)
+    parser.add_argument("--most", type=float, default=5.0, help="longest row, in means")
+    parser.add_argument("--window", type=int, default=32)
+    parser.add_argument("--limit", type=int, default=1024)
+    parser.add_argument("--partition", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(json.dumps(uvloop.run(drive(args))), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

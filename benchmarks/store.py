@@ -1,0 +1,447 @@
+"""The store against its bars: sizes, speeds, reads, and what the lossy codec loses.
+
+python benchmarks/store.py                   # everything: about 15 minutes on 2 cores
+python benchmarks/store.py codecs lossy      # some parts
+
+codecs      real SmolLM2 states (computed in float32 and in bfloat16) and Kimi-width synthetic ones:
+            ratio, the conditional-entropy limit, MB of raw states per CPU second, beside Arrow IPC zstd 1,
+            Parquet BYTE_STREAM_SPLIT + zstd 1, blosc2 and zipnn, in 5 alternating rounds
+threads     two encoding threads against one
+read        2,000 samples in random order, warm and cold: the store, `.pt` files, Arrow's own zstd
+open        83,000 samples: time to open, memory of the index, token statistics
+lossy       mantissa-4: ratio, KL of the target's distribution, top-1 agreement, error
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 5
+Result = dict[str, Any]
+
+
+def main(parts: list[str]) -> int:
+    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed."""
+    results = {part: in_process(part) for part in parts or list(PARTS)}
+    out = ROOT / "benchmarks" / "results" / f"store-{time.strftime('%Y-%m-%d')}.json"
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    out.write_text(json.dumps({**earlier, **machine, **results}, indent=2) + "\n")
+    return 0 if all(r["passed"] for r in results.values()) else 1
+
+
+def in_process(part: str) -> Result:
+    """Run one part in a fresh interpreter and print what it found."""
+    with tempfile.TemporaryDirectory(prefix="store-") as folder:
+        done = subprocess.run(
+            [sys.executable, __file__, "--part", part, folder], stdout=subprocess.PIPE, check=True
+        )
+    result: Result = json.loads(done.stdout.splitlines()[-1])
+    print(f"{'pass' if result['passed'] else 'MISS'}  {part}: {json.dumps(result)}", flush=True)
+    return result
+
+
+def judged(result: Result, bars: dict[str, bool]) -> Result:
+    """The result with its bars, by name."""
+    return {**result, "bars": bars, "passed": all(bars.values())}
+
+
+# -- codecs -------------------------------------------------------------------------------------
+
+
+def codecs(_: Path) -> Result:
+    """Ratios and speeds, all schemes over the same samples."""
+    from store_states import Samples, real_samples, wide_samples
+
+    real = {dtype: real_samples(dtype) for dtype in ("float32", "bfloat16")}
+    whole = {d: Samples(s.rows[:64], s.ids[:64], s.n_context[:64]) for d, s in real.items()}
+    found = {f"smollm2 {d}": _compare(s, 576) for d, s in whole.items()}
+    found["kimi width"] = _compare(wide_samples(real["float32"], n=3, tokens=700), 7168)
+    plane = {name: table["plane"] for name, table in found.items()}
+    bars = {}
+    for name, table in found.items():
+        ratios = plane[name]["to arrow zstd 1"]
+        bars |= {
+            f"{name}: encode >= 0.95 of arrow zstd 1": ratios["encode"] >= 0.95,
+            f"{name}: decode >= 1.05 of arrow zstd 1": ratios["decode"] >= 1.05,
+            f"{name}: ratio >= 1.18 of arrow zstd 1": ratios["ratio"] >= 1.18,
+            f"{name}: ratio >= 1.49": plane[name]["ratio"] >= 1.49,
+            f"{name}: >= 98 % of the limit": plane[name]["of_the_limit"] >= 0.98,
+            f"{name}: above the other libraries": all(
+                plane[name]["ratio"] > scheme["ratio"]
+                for key, scheme in table.items()
+                if key.startswith(("parquet", "blosc2", "zipnn")) and "ratio" in scheme
+            ),
+        }
+    first = plane["smollm2 float32"]
+    return judged(
+        {
+            "lossless_ratio": first["ratio"],
+            "lossless_ratio_bfloat16": plane["smollm2 bfloat16"]["ratio"],
+            "lossless_ratio_kimi_width": plane["kimi width"]["ratio"],
+            "entropy_limit_ratio": first["limit"],
+            "encode_mb_per_cpu_s": first["encode"],
+            "decode_mb_per_cpu_s": first["decode"],
+            "rounds": ROUNDS,
+            "samples": found,
+        },
+        bars,
+    )
+
+
+def _compare(samples: Any, hidden: int) -> Result:
+    from store_codecs import arrow, cpu_s, optional, ours, parquet
+
+    from datagen.store.states import StatesSpec
+
+    spec = StatesSpec((2, 15, 27), "post", "BF16", hidden, "plane")
+    own = [ours(name, spec, samples) for name in ("plane", "ipc-zstd", "mantissa-4")]
+    others = [arrow(1), parquet(), optional("blosc2"), optional("zipnn")]
+    schemes = [s for s in (*own, *others) if s is not None]
+    rows, raw = samples.rows, sum(r.nbytes for r in samples.rows)
+    speeds: dict[str, dict[str, list[float]]] = {
+        s.name: {"encode": [], "decode": []} for s in schemes
+    }
+    sizes: dict[str, int] = {}
+    for number in range(ROUNDS):
+        for scheme in schemes[:: 1 if number % 2 == 0 else -1]:
+            spent, encoded = cpu_s(lambda s=scheme: s.encode(rows))
+            speeds[scheme.name]["encode"].append(raw / spent / 1e6)
+            sizes[scheme.name] = scheme.size(encoded)
+            spent, decoded = cpu_s(lambda s=scheme, e=encoded: s.decode(e))
+            speeds[scheme.name]["decode"].append(raw / spent / 1e6)
+            if scheme.name != "mantissa-4":
+                pairs = zip(decoded, rows, strict=True)
+                assert all(np.array_equal(a.ravel(), b.ravel()) for a, b in pairs), scheme.name
+            del encoded, decoded
+        note(f"hidden {hidden}, round {number}: {speeds['plane']}")
+    reference = speeds["arrow zstd 1"]
+    table: Result = {}
+    for scheme in schemes:
+        name, speed = scheme.name, speeds[scheme.name]
+        table[name] = {
+            "ratio": round(raw / sizes[name], 4),
+            **{way: round(median(speed[way])) for way in speed},
+            "to arrow zstd 1": {
+                "ratio": round(sizes["arrow zstd 1"] / sizes[name], 4),
+                **{
+                    way: round(
+                        median(a / b for a, b in zip(speed[way], reference[way], strict=True)), 3
+                    )
+                    for way in speed
+                },
+            },
+        }
+    for name, scheme in (("blosc2", others[2]), ("zipnn", others[3])):
+        if scheme is None:
+            table[name] = {"skipped": "not installed"}
+    limit = _limit(np.concatenate(rows), hidden)
+    table["plane"] |= {
+        "limit": round(limit, 4),
+        "of_the_limit": round(raw / sizes["plane"] / limit, 4),
+    }
+    table["tokens"] = sum(map(len, rows))
+    return table
+
+
+def _limit(rows: NDArray[np.uint16], hidden: int) -> float:
+    """16 bits over H(exponent | channel) + H(sign | channel) + H(mantissa | exponent, layer)."""
+    bits = 0.0
+    width = rows.shape[1]
+    for column in range(width):
+        exponents = (rows[:, column] >> 7 & 0xFF).astype(np.int64)
+        bits += _entropy(np.bincount(exponents)) / width
+        bits += _entropy(np.bincount(rows[:, column] >> 15)) / width
+    n_layers = width // hidden
+    for layer in range(n_layers):
+        values = rows[:, layer * hidden : (layer + 1) * hidden].reshape(-1)
+        counts = np.bincount(values & 0x7FFF, minlength=32768).reshape(256, 128)
+        share = counts.sum(1) / counts.sum()
+        bits += sum(p * _entropy(c) for p, c in zip(share, counts, strict=True)) / n_layers
+    return 16 / bits
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """Bits a symbol, with Miller and Madow's correction for the symbols not seen often."""
+    seen = counts[counts > 0]
+    if not len(seen):
+        return 0.0
+    p = seen / seen.sum()
+    return float(-(p * np.log2(p)).sum() + (len(seen) - 1) / (2 * seen.sum() * np.log(2)))
+
+
+# -- threads ------------------------------------------------------------------------------------
+
+
+def threads(_: Path) -> Result:
+    """Two encoding threads against one, in wall time; the machine's own two-core speed beside it."""
+    from store_states import real_samples
+
+    from datagen.store.encoder import Encoder
+    from datagen.store.states import StatesSpec
+
+    samples = real_samples()
+    encoder = Encoder(StatesSpec((2, 15, 27), "post", "BF16", 576, "plane"))
+    encoder(samples.rows[-1])
+    raw = sum(r.nbytes for r in samples.rows)
+    spin = np.random.default_rng(0).random(1 << 14)
+
+    def probe(_: int) -> None:
+        """The same plain work for either number of threads: what the cores have to give just now."""
+        for _ in range(1500):
+            np.sin(spin)
+
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    given = []
+    for _ in range(2 * ROUNDS):
+        spent = {}
+        for count in rates:
+            with ThreadPoolExecutor(count) as pool:
+                started = time.perf_counter()
+                list(pool.map(encoder, samples.rows))
+                rates[count].append(raw / (time.perf_counter() - started) / 1e6)
+                started = time.perf_counter()
+                list(pool.map(probe, range(4)))
+                spent[count] = time.perf_counter() - started
+        given.append(spent[1] / spent[2])
+    each = [b / a for a, b in zip(rates[1], rates[2], strict=True)]
+    scaling = median(each)
+    return judged(
+        {
+            "two_thread_scaling": round(scaling, 3),
+            "two_thread_scaling_of_plain_numpy": round(median(given), 3),
+            "rounds": [round(r, 2) for r in each],
+            "one_thread_mb_per_s": round(median(rates[1])),
+            "two_threads_mb_per_s": round(median(rates[2])),
+        },
+        {"two threads >= 1.8 of one": scaling >= 1.8},
+    )
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Result:
+    """Random reads of 2,000 samples of 48 tokens, each summed, through four layouts."""
+    import pyarrow as pa
+    import torch
+    from store_codecs import arrow, pt_bytes
+    from store_run import write_run
+    from store_states import real_samples
+
+    from datagen.store.run_reader import RunReader
+    from datagen.store.states import StatesSpec
+
+    n, tokens = 2000, 48
+    real = np.concatenate(real_samples().rows)
+    parts = [real[(i * 11) % (len(real) - tokens) :][:tokens] for i in range(n)]
+    ids = np.arange(tokens, dtype=np.int32)
+    spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "plane")
+    manifest = write_run(folder / "run", spec, ((ids, 8, p) for p in parts), n)
+    (folder / "pt").mkdir()
+    for i, p in enumerate(parts):
+        (folder / "pt" / f"{i}.pt").write_bytes(pt_bytes(p))
+    for name, level in (("raw", None), ("zstd", 1)):
+        (folder / f"{name}.arrow").write_bytes(arrow(level).encode(parts))
+    run = RunReader.open(manifest)
+    files = {
+        name: pa.ipc.open_file(
+            pa.memory_map(str(folder / f"{name}.arrow")),
+            options=pa.ipc.IpcReadOptions(use_threads=False),
+        )
+        for name in ("raw", "zstd")
+    }
+    layouts: dict[str, Callable[[int], NDArray[np.uint16]]] = {
+        "store": run.states,
+        "pt a sample": lambda i: (
+            torch.load(folder / "pt" / f"{i}.pt").view(torch.int16).numpy().view(np.uint16)
+        ),
+        "arrow zstd 1": lambda i: files["zstd"].get_batch(i).column(0).values.to_numpy(),
+        "arrow": lambda i: files["raw"].get_batch(i).column(0).values.to_numpy(),
+    }
+    on_disk = {
+        "store": [*(folder / "run").rglob("states-*.arrow")],
+        "pt a sample": [*(folder / "pt").iterdir()],
+        "arrow zstd 1": [folder / "zstd.arrow"],
+        "arrow": [folder / "raw.arrow"],
+    }
+    for name, layout in layouts.items():
+        assert np.array_equal(layout(7).reshape(-1), parts[7].reshape(-1)), name
+    warm: dict[str, list[float]] = {name: [] for name in layouts}
+    cold: dict[str, list[float]] = {name: [] for name in layouts}
+    rng = np.random.default_rng(0)
+    for _ in range(ROUNDS):
+        for name, layout in layouts.items():
+            order = rng.integers(0, n, 400).tolist()
+            started = time.process_time()
+            for i in order:
+                layout(i).sum()
+            warm[name].append((time.process_time() - started) / len(order) * 1e3)
+        for name, layout in layouts.items():
+            for path in on_disk[name]:
+                _forget(path)
+            for i in rng.permutation(n)[:150].tolist():
+                started = time.perf_counter()
+                layout(i).sum()
+                cold[name].append((time.perf_counter() - started) * 1e3)
+    raw = sum(p.nbytes for p in parts)
+    table = {
+        name: {
+            "ratio": round(raw / sum(p.stat().st_size for p in on_disk[name]), 3),
+            "warm_cpu_ms": round(median(warm[name]), 3),
+            "cold_p50_ms": round(median(cold[name]), 3),
+        }
+        for name in layouts
+    }
+    ours, pt, zstd = table["store"], table["pt a sample"], table["arrow zstd 1"]
+    return judged(
+        {"samples": n, "bytes_a_sample": parts[0].nbytes, "layouts": table},
+        {
+            "warm no slower than pt": ours["warm_cpu_ms"] <= pt["warm_cpu_ms"],
+            "warm no slower than arrow zstd": ours["warm_cpu_ms"] <= zstd["warm_cpu_ms"],
+            "cold no slower than pt": ours["cold_p50_ms"] <= pt["cold_p50_ms"],
+            "cold no slower than arrow zstd": ours["cold_p50_ms"] <= zstd["cold_p50_ms"],
+            "a third less disk than raw": ours["ratio"] >= 1.47,
+        },
+    )
+
+
+def _forget(path: Path) -> None:
+    """Drop a file from the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+# -- 83,000 samples -----------------------------------------------------------------------------
+
+
+def open_run(folder: Path) -> Result:
+    """83,000 samples with ids of real lengths and hardly any states: open, index, token statistics."""
+    from store_run import Sample, write_run
+    from store_states import real_samples
+
+    from datagen.store.run_reader import RunReader
+    from datagen.store.states import StatesSpec
+
+    n = 83_000
+    real = real_samples()
+    spec = StatesSpec((1,), "post", "BF16", 1, "plane")
+
+    def sample(number: int) -> Sample:
+        ids, context = real.ids[number % 64], real.n_context[number % 64]
+        return ids, context, np.full((len(ids), 2), 0x3F80 + number % 9, dtype=np.uint16)
+
+    manifest = write_run(folder / "run", spec, map(sample, range(n)), n)
+    opened, counted = [], []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run = RunReader.open(manifest)
+        opened.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        counts = run.token_counts("train")
+        counted.append(time.perf_counter() - started)
+    stated = run.manifest.token_frequencies
+    assert {int(i): int(counts[i]) for i in np.flatnonzero(counts)} == {
+        int(k): v for k, v in stated.items()
+    }
+    per_sample = run.index.n_bytes / len(run)
+    return judged(
+        {
+            "samples": len(run),
+            "tokens": int(run.index.tokens.sum()),
+            "open_s": round(median(opened), 3),
+            "index_bytes_a_sample": round(per_sample, 1),
+            "token_statistics_s": round(median(counted), 3),
+        },
+        {
+            "open < 1 s": median(opened) < 1,
+            "index < 100 bytes a sample": per_sample < 100,
+            "token statistics < 5 s": median(counted) < 5,
+        },
+    )
+
+
+# -- lossy --------------------------------------------------------------------------------------
+
+
+def lossy(_: Path) -> Result:
+    """What rounding does to the target's distribution (from the final state) and to the aux states."""
+    import torch
+    from safetensors.torch import load_file
+    from store_states import real_samples
+
+    from datagen.embedded.weights import ensure_checkpoint
+    from datagen.store.codecs.mantissa_4 import rounded
+    from datagen.store.encoder import Encoder
+    from datagen.store.states import StatesSpec
+
+    samples = real_samples()
+    spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "mantissa-4")
+    encoder = Encoder(spec, refit_after=8)
+    for rows in samples.rows[:8]:
+        encoder(rows)
+    raw = sum(r.nbytes for r in samples.rows)
+    ratio = raw / sum(encoder(r).n_bytes for r in samples.rows)
+    weights = load_file(ensure_checkpoint() / "model.safetensors")
+    head_VH = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).float()
+    rows = np.concatenate(samples.rows)
+    picked = rows[np.random.default_rng(0).choice(len(rows), 1500, replace=False)]
+    before, after = (
+        torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32)).view(len(bits), 4, 576)
+        for bits in (picked, rounded(picked))
+    )
+    kl, agree = [], []
+    for a, b in zip(before[:, 3].split(100), after[:, 3].split(100), strict=True):
+        p, q = (torch.log_softmax(x @ head_VH.T, -1) for x in (a, b))
+        kl.append((p.exp() * (p - q)).sum(-1))
+        agree.append(p.argmax(-1) == q.argmax(-1))
+    divergence = torch.cat(kl).double()
+    errors = {}
+    for layer, name in enumerate(("2", "15", "27")):
+        a, b = before[:, layer], after[:, layer]
+        others = a.abs().mean(0).argsort()[:-4]
+        relative = (a - b)[:, others].norm(dim=-1) / a[:, others].norm(dim=-1)
+        errors[name] = {
+            "median": round(float(relative.median()), 4), "max": round(float(relative.max()), 4)
+        }  # fmt: skip
+    return judged(
+        {
+            "mantissa_4_ratio": round(ratio, 3),
+            "tokens": len(picked),
+            "kl_mean": float(f"{float(divergence.mean()):.3g}"),
+            "kl_p99": float(f"{float(divergence.quantile(0.99)):.3g}"),
+            "top1_agreement": round(float(torch.cat(agree).double().mean()), 4),
+            "relative_error_without_4_largest_channels": errors,
+        },
+        {"ratio >= 2": ratio >= 2},
+    )
+
+
+def note(text: str) -> None:
+    """Progress, apart from the result."""
+    print(f"      {text}", file=sys.stderr, flush=True)
+
+
+PARTS = {"codecs": codecs, "threads": threads, "read": read, "open": open_run, "lossy": lossy}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--part"]:
+        print(json.dumps(PARTS[sys.argv[2]](Path(sys.argv[3]))))
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,257 @@
+"""Publishes captures from inside an engine: threads off the compute path, and a bound on pending bytes.
+
+Standard library alone: the SGLang plugin and the embedded target both run it. A capture is counted
+from the moment its first rows are held in memory until its file is published or has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datagen.capture.spool import (
+    ITEM_BYTES,
+    PROTOCOL,
+    STALE_S,
+    SpoolError,
+    spool_path,
+    sweep,
+    write_spool,
+)
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+
+
+class SpoolBusy(SpoolError):
+    """Too many bytes wait for the spool, or its file system has no room: ask again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What every row of a server holds. `dtype`: its name in safetensors."""
+
+    boundaries: tuple[int, ...]
+    hidden: int
+    final_norm: str
+    dtype: str
+    server: str
+
+    @property
+    def width(self) -> int:
+        """Values per row: the boundaries in order, then the final state."""
+        return (len(self.boundaries) + 1) * self.hidden
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return self.width * ITEM_BYTES[self.dtype]
+
+    def metadata(self, rid: str) -> dict[str, str]:
+        """The spool file's `__metadata__`."""
+        return {
+            "rid": rid,
+            "boundaries": ",".join(map(str, self.boundaries)),
+            "hidden": str(self.hidden),
+            "final_norm": self.final_norm,
+            "server": self.server,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a writer. Bytes, threads, seconds; `stale_s`: age at which unread files go."""
+
+    pending_bytes: int = 4096 * MIB
+    min_free_bytes: int = 256 * MIB
+    threads: int = 8  # one writes and sums 1.2 GB/s to memory; an engine makes 5 at Kimi's width
+    wait_s: float = 30.0
+    stale_s: float = STALE_S
+
+
+@dataclass(slots=True)
+class _Job:
+    path: Path
+    rid: str
+    pieces: list[memoryview]
+    n_tokens: int
+    input_ids: bytes
+    format: RowFormat
+    n_bytes: int = field(default=0)
+
+
+def private_directory(directory: Path) -> Path:
+    """Create the spool directory for this user alone. Raises SpoolError when others can write to it."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = directory.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # a name others can guess
+        raise SpoolError(f"others can write to the spool directory {directory}: chmod 700 your own")
+    return directory
+
+
+class SpoolWriter:
+    """Publishes captures under a directory of the server's choosing, never a client's."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        """Sweeps what earlier servers left. Raises SpoolError for a directory open to others."""
+        self.directory, self.limits = private_directory(directory), limits
+        self._pending, self._changed = 0, threading.Condition()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._sweep()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"spool-{i}", daemon=True)
+            for i in range(limits.threads)
+        ]
+        self._sweeper = threading.Thread(target=self._sweep_for_ever, name="spool-gc", daemon=True)
+        for thread in (*self._threads, self._sweeper):
+            thread.start()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of rows held and not yet published."""
+        with self._changed:
+            return self._pending
+
+    def hold(self, n_bytes: int, *, own: int = 0) -> None:
+        """Count rows that are now kept in memory; blocks while too much is pending, then refuses.
+
+        `own`: bytes the same capture already holds; they never block it, else a capture larger than
+        the bound could not end. Raises SpoolBusy.
+        """
+
+        def fits() -> bool:
+            return self._pending <= own or self._pending + n_bytes <= self.limits.pending_bytes
+
+        with self._changed:
+            if not self._changed.wait_for(fits, self.limits.wait_s):
+                raise SpoolBusy(
+                    f"{self._pending} bytes of captures still wait to be written after "
+                    f"{self.limits.wait_s:g} s: the spool is too slow for this load"
+                )
+            self._pending += n_bytes
+
+    def release(self, n_bytes: int) -> None:
+        """Give back what `hold` counted."""
+        with self._changed:
+            self._pending -= n_bytes
+            self._changed.notify_all()
+
+    def publish(
+        self,
+        rid: str,
+        pieces: Sequence[memoryview],
+        n_tokens: int,
+        input_ids: bytes,
+        row_format: RowFormat,
+    ) -> dict[str, Any]:
+        """Queue a capture whose rows are already held; returns what the answer says of it.
+
+        `pieces`: consecutive row-major parts, not copied. `input_ids`: little-endian int32. What was
+        held is released when the file is published or has failed. Raises SpoolBusy (nothing queued,
+        still held) when the file system has no room.
+        """
+        n_bytes = n_tokens * row_format.row_bytes
+        room = os.statvfs(self.directory)
+        free = room.f_bavail * room.f_frsize
+        waiting = self.pending_bytes  # with this one
+        if free < waiting + self.limits.min_free_bytes:
+            raise SpoolBusy(f"{free} bytes free in the spool {self.directory}, {waiting} to write")
+        path = spool_path(self.directory, rid)
+        self._jobs.put(_Job(path, rid, list(pieces), n_tokens, input_ids, row_format, n_bytes))
+        return {
+            "path": str(path),
+            "bytes": n_bytes + 4 * n_tokens + 4,
+            "rows": n_tokens,
+            "width": row_format.width,
+            "hidden": row_format.hidden,
+            "boundaries": list(row_format.boundaries),
+            "final_norm": row_format.final_norm,
+            "dtype": row_format.dtype,
+            "server": row_format.server,
+            "protocol": PROTOCOL,
+        }
+
+    def close(self) -> None:
+        """Finish what is queued, then end the threads."""
+        self._closing.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._write(job)
+            n_bytes = job.n_bytes
+            del job  # its pieces keep a whole batch of the engine in memory
+            self.release(n_bytes)
+
+    def _write(self, job: _Job) -> None:
+        try:
+            write_spool(
+                job.path,
+                rows=job.pieces,
+                n_tokens=job.n_tokens,
+                width=job.format.width,
+                dtype=job.format.dtype,
+                input_ids=job.input_ids,
+                metadata=job.format.metadata(job.rid),
+            )
+        except (OSError, ValueError) as e:
+            log.error("cannot write capture %s: %s", job.path, e)
+            _leave_note(job.path, repr(e))
+
+    def _sweep(self) -> None:
+        swept = sweep(self.directory, older_than_s=self.limits.stale_s, now=time.time())
+        if swept.n_files:
+            log.warning(
+                "removed %d stale spool files (%d bytes) from %s",
+                swept.n_files, swept.n_bytes, self.directory,
+            )  # fmt: skip
+
+    def _sweep_for_ever(self) -> None:
+        while not self._closing.wait(max(self.limits.stale_s / 4, 1.0)):
+            try:
+                self._sweep()
+            except OSError as e:  # the next round may succeed; captures report their own failures
+                log.error("cannot sweep the spool: %s", e)
+
+
+def _leave_note(path: Path, text: str) -> None:
+    note = path.with_name(path.name + ".err")
+    try:
+        with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            f.write(text)
+    except OSError as e:  # the client times out on the file instead
+        log.error("nor its error note %s: %s", note, e)
+
+
+def limits_from_environment(environment: Mapping[str, str]) -> Limits:
+    """Limits from DATAGEN_CAPTURE_{PENDING_MIB,MIN_FREE_MIB,WRITERS,WAIT_S,TTL_S}. Raises ValueError."""
+
+    def number(name: str, default: float) -> float:
+        text = environment.get(f"DATAGEN_CAPTURE_{name}", "")
+        try:
+            value = float(text) if text else default
+        except ValueError:
+            value = -1.0
+        if not value > 0:
+            raise ValueError(f"DATAGEN_CAPTURE_{name}={text!r} is no positive number")
+        return value
+
+    base = Limits()
+    return Limits(
+        pending_bytes=int(number("PENDING_MIB", base.pending_bytes / MIB) * MIB),
+        min_free_bytes=int(number("MIN_FREE_MIB", base.min_free_bytes / MIB) * MIB),
+        threads=int(number("WRITERS", base.threads)),
+        wait_s=number("WAIT_S", base.wait_s),
+        stale_s=number("TTL_S", base.stale_s),
+    )

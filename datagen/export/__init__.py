@@ -1,0 +1,1 @@
+"""The rows of a run in the layouts that other trainers, and other people, read."""

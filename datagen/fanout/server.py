@@ -1,0 +1,111 @@
+"""One server as the dispatcher sees it: what it may be sent now, and how it has done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datagen.fanout.breaker import Breaker, BreakerConfig, State
+from datagen.fanout.endpoint import Endpoint
+from datagen.fanout.histogram import Histogram
+from datagen.fanout.pace import Pace, PaceConfig, Watchdog
+from datagen.fanout.rows import Role, Row
+from datagen.fanout.window import Window, WindowConfig
+
+LOAD_STEPS = 8
+"""Loads that differ by less than one in this many count as equal, and the sticky endpoint is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """An endpoint, what it serves, and the most it may hold (see `window_limit`)."""
+
+    endpoint: Endpoint
+    role: Role = Role.BOTH
+    limit: int | None = None
+
+
+class Server:
+    """Window, breaker, pace and rows in flight of one endpoint."""
+
+    def __init__(
+        self, spec: ServerSpec, window: WindowConfig, breaker: BreakerConfig, pace: PaceConfig
+    ) -> None:
+        self.endpoint, self.role = spec.endpoint, spec.role
+        self.window = Window(window, limit=spec.limit)
+        self.breaker = Breaker(breaker)
+        self.paces = {role: Pace(pace) for role in (Role.GENERATE, Role.CAPTURE)}
+        self.watchdog = Watchdog(pace)
+        self.flights: dict[asyncio.Task[None], Row] = {}
+        self.paused_until = 0.0
+        self.quarantine = False
+        """True while only suspects of killing a server are sent here, one at a time."""
+        self.probing: asyncio.Task[None] | None = None
+        self.polling: asyncio.Task[None] | None = None
+        self.polled_at = float("-inf")
+        self.answered = self.tokens = 0
+        self.failures: Counter[str] = Counter()
+        self.latency = Histogram()
+
+    @property
+    def url(self) -> str:
+        """The endpoint's address."""
+        return self.endpoint.url
+
+    def room(self, now: float) -> bool:
+        """True when it may be sent a row."""
+        if now < self.paused_until or self.breaker.state is State.OPEN:
+            return False
+        if self.breaker.state is State.TRIAL or self.quarantine:
+            return not self.window.in_flight
+        return self.window.free > 0
+
+    def preference(self, row: Row) -> tuple[bool, int, bool, float]:
+        """Smaller is better for `row`: not where it failed, less loaded, where its last turn was."""
+        return (
+            self.url == row.avoid,
+            int(self.window.load * LOAD_STEPS),
+            self.url != row.work.sticky,
+            self.window.load,
+        )
+
+    def pace(self, row: Row) -> Pace:
+        """The pace of this kind of row here."""
+        return self.paces[row.work.role]
+
+    def state(self) -> dict[str, Any]:
+        """For views: url, state, window, running, answered, failures by reason, latencies in s."""
+        return {
+            "url": self.url,
+            "state": self.breaker.state.value,
+            "window": self.window.size,
+            "running": self.window.in_flight,
+            "answered": self.answered,
+            "tokens": self.tokens,
+            "failures": dict(self.failures),
+            "latency_p50_s": self.latency.quantile(0.5),
+            "latency_p99_s": self.latency.quantile(0.99),
+        }
+
+
+def choose_quarantine(servers: Sequence[Server], suspect: Row | None) -> bool:
+    """Have one server take nothing but suspects while there are any, so that each is tried alone.
+
+    Returns whether one does.
+    """
+    held = next((s for s in servers if s.quarantine), None)
+    if suspect is None:
+        if held is not None and not held.flights:
+            held.quarantine = False
+        return any(s.quarantine for s in servers)
+    if held is not None and held.breaker.closed and held.role & suspect.work.role:
+        return True
+    able = [s for s in servers if s.breaker.closed and s.role & suspect.work.role]
+    if able:
+        if held is not None:
+            held.quarantine = False
+        min(able, key=lambda s: s.window.in_flight).quarantine = True
+    return True

@@ -1,0 +1,129 @@
+"""What an Arrow file says of its own sizes, read before Arrow acts on it.
+
+Arrow allocates what a compressed buffer states as its size, so the statement is held against the file
+first. Only the few tables needed are followed, every offset checked:
+    Footer   { recordBatches: [Block { offset i64, metadata i32 + 4, body i64 }] (3) }
+    Message  { header: RecordBatch (2) }
+    RecordBatch { buffers: [Buffer { offset i64, length i64 }] (2), compression (3) }
+See https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format and its .fbs files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"ARROW1"
+BLOCK = np.dtype(
+    {"names": ["offset", "metadata", "body"], "formats": ["<i8", "<i4", "<i8"],
+     "offsets": [0, 8, 16], "itemsize": 24}
+)  # fmt: skip
+BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
+ALWAYS_BYTES = 256 << 20
+MOST_RATIO = (
+    256  # of what a buffer states to what it takes; bf16 states reach 4 when they are broken
+)
+ReadAt = Callable[[int, int], memoryview | bytes]
+"""(offset, length) -> so many bytes, or fewer at the end."""
+
+
+class Damaged(ValueError):
+    """The bytes are not what the format says."""
+
+
+# Plain functions over bytes: a training epoch passes here once a sample.
+_U16, _I32, _U32 = (struct.Struct(f"<{kind}").unpack_from for kind in "HiI")
+
+
+def _root(data: bytes) -> int:
+    """Where the outermost table of a flatbuffer lies."""
+    return int(_U32(data, 0)[0])
+
+
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Where the value of a table's field lies; None when the table has it not."""
+    layout = table - _I32(data, table)[0]
+    if layout < 0:
+        raise Damaged("an offset points out of its table")
+    at = 4 + 2 * number
+    if at >= _U16(data, layout)[0]:
+        return None
+    offset = _U16(data, layout + at)[0]
+    return table + offset if offset else None
+
+
+def _child(data: bytes, table: int, number: int) -> int | None:
+    """Where the table lies that a field points to."""
+    at = _field(data, table, number)
+    return None if at is None else at + _U32(data, at)[0]
+
+
+def _structs(data: bytes, table: int, number: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """A field's vector of structs."""
+    at = _child(data, table, number)
+    if at is None:
+        return np.zeros(0, dtype=dtype)
+    count = _U32(data, at)[0]
+    if at + 4 + count * dtype.itemsize > len(data):
+        raise Damaged(f"a vector of {count} ends after its file")
+    return np.frombuffer(data, dtype=dtype, count=count, offset=at + 4)
+
+
+def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.int64]:
+    """int64 [batches, 3]: offset, bytes of metadata, bytes of body, from the footer. Raises Damaged.
+
+    `size`: of the file.
+    """
+    tail = bytes(read_at(max(0, size - 10), 10))
+    if len(tail) != 10 or tail[4:] != MAGIC:
+        raise Damaged("the file does not end as an Arrow file does")
+    length = int.from_bytes(tail[:4], "little", signed=True)
+    if not 0 < length <= size - 10:
+        raise Damaged(f"a footer of {length} bytes in a file of {size}")
+    footer = bytes(read_at(size - 10 - length, length))
+    try:
+        blocks = _structs(footer, _root(footer), 3, BLOCK)
+    except struct.error as e:
+        raise Damaged(f"no footer: {e}") from e
+    offsets, metadata, body = (
+        blocks[name].astype(np.int64) for name in ("offset", "metadata", "body")
+    )
+    if (
+        (offsets < 0).any()
+        or (metadata < 8).any()
+        or (body < 0).any()
+        or (offsets > size - metadata).any()
+        or (body > size - offsets - metadata).any()
+    ):
+        raise Damaged("a batch lies outside of the file")
+    return np.stack([offsets, metadata, body], axis=1)
+
+
+def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int) -> None:
+    """Raise Damaged unless the buffers of a record batch have sizes that can be true.
+
+    `metadata`: the message's flatbuffer; `body_at` reads the body.
+    """
+    data = bytes(metadata)
+    try:
+        header = _child(data, _root(data), 2)
+        if header is None:
+            raise Damaged("a message without a batch")
+        compressed = _field(data, header, 3) is not None
+        buffers = _structs(data, header, 2, BUFFER).tolist()
+    except struct.error as e:
+        raise Damaged(f"no message: {e}") from e
+    stated = 0
+    for offset, length in buffers:
+        if offset < 0 or length < 0 or offset > body_size - length:
+            raise Damaged("a buffer lies outside of its batch")
+        if compressed and length:
+            prefix = int.from_bytes(bytes(body_at(offset, min(8, length))), "little", signed=True)
+            if prefix < -1 or length < 8:
+                raise Damaged(f"a buffer states {prefix} bytes")
+            stated += prefix if prefix >= 0 else length - 8
+    if stated > max(ALWAYS_BYTES, MOST_RATIO * body_size):
+        raise Damaged(f"buffers of {body_size} bytes state {stated}")

@@ -1,0 +1,244 @@
+"""What the codecs share: a bf16 as two bytes, blocks and frames of exponents, columns of Arrow.
+
+Of a bf16's 16 bits, sign and mantissa are noise. The exponent, once the scale of its channel is taken
+off, sits at the entropy of a Gaussian (about 2.6 bits). zstd's matcher only finds false matches in
+it; the parameters below leave Huffman coding and little else, smaller and faster than any level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import zstandard
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Bits = NDArray[np.uint16]
+Frame = bytes | memoryview
+
+BLOCK_TOKENS = 512
+FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
+FIT_TOKENS = 512
+CHUNK_VALUES = 1 << 16  # values split or joined at a time: the temporaries stay in the L2 cache
+ZSTD = zstandard.ZstdCompressionParameters.from_level(
+    1,
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    min_match=7,
+    strategy=zstandard.STRATEGY_FAST,
+    target_length=0,
+)
+FRAMED_FIELDS = (
+    pa.field("exp", pa.large_list(pa.large_binary()), nullable=False),
+    pa.field("sm", pa.large_binary(), nullable=False),
+)
+
+
+class _OfThread(threading.local):
+    """What is made once a thread: contexts and scratch space cost as much as a small sample."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
+        self.decompressor = zstandard.ZstdDecompressor()
+        self._scratch = np.empty(0, dtype=np.uint16)
+
+    def scratch(self, rows: int, width: int) -> tuple[Bits, Bits]:
+        """Two arrays uint16 [rows, width], valid until the next call."""
+        if len(self._scratch) < 2 * rows * width:
+            self._scratch = np.empty(2 * rows * width, dtype=np.uint16)
+        one, other = self._scratch[: 2 * rows * width].reshape(2, rows, width)
+        return one, other
+
+
+_of_thread = _OfThread()
+
+
+# -- a bf16 as two bytes ------------------------------------------------------------------------
+
+
+def median_exponents(rows_TW: Bits) -> Bytes:
+    """uint8 [W]: the median exponent of every channel over the first tokens."""
+    exponents_TW = ((rows_TW[:FIT_TOKENS] >> 7) & 0xFF).astype(np.uint8)
+    middle = len(exponents_TW) // 2
+    return np.ascontiguousarray(np.partition(exponents_TW, middle, axis=0)[middle])
+
+
+def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
+    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign)."""
+    step = max(1, CHUNK_VALUES // rows_TW.shape[1])
+    one, other = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
+    for at in range(0, len(rows_TW), step):
+        chunk = rows_TW[at : at + step]
+        a, b = one[: len(chunk)], other[: len(chunk)]
+        np.right_shift(chunk, 7, out=a)
+        exponents = exponents_TW[at : at + step]
+        np.copyto(exponents, a, casting="unsafe")  # the low byte of it: the sign falls off
+        np.subtract(exponents, bias_W, out=exponents)
+        np.left_shift(chunk, 1, out=a)
+        np.right_shift(chunk, 15, out=b)
+        np.bitwise_or(a, b, out=a)
+        np.copyto(sm_TW[at : at + step], a, casting="unsafe")
+
+
+def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
+    """Fill `out_TW` with bit patterns: the inverse of `split`."""
+    step = max(1, CHUNK_VALUES // out_TW.shape[1])
+    rotated, _ = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
+    for at in range(0, len(out_TW), step):
+        out = out_TW[at : at + step]
+        a = rotated[: len(out)]
+        np.add(exponents_TW[at : at + step], bias_W, out=a)
+        np.left_shift(a, 8, out=a)  # the bias wraps mod 256: what is beyond falls off
+        np.bitwise_or(a, sm_TW[at : at + step], out=a)
+        np.right_shift(a, 1, out=out)
+        np.left_shift(a, 15, out=a)
+        np.bitwise_or(out, a, out=out)
+
+
+# -- frames -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A wanted part of one frame, and its place in the answer.
+
+    Tokens [first, first+size) are the frame's; of them [low, high) are wanted, of the layers
+    [layer, layer+length), which lie from `inner` on in the frame and go to `place` of the answer.
+    """
+
+    frame: int
+    first: int
+    size: int
+    low: int
+    high: int
+    layers_in_frame: int
+    inner: int
+    layer: int
+    place: int
+    length: int
+
+
+def layer_groups(hidden: int, n_layers: int) -> list[tuple[int, int]]:
+    """Layers whose exponents share a frame: all of a small model, one of a large one."""
+    per_frame = max(1, min(n_layers, FRAME_BYTES // (BLOCK_TOKENS * hidden)))
+    return [(a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame)]
+
+
+def blocks(n_tokens: int) -> range:
+    """First tokens of the blocks of a sample."""
+    return range(0, n_tokens, BLOCK_TOKENS)
+
+
+def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[bytes]:
+    """Fill `sm_TW`, and return the frames of one block: zstd of uint8 [block, group*H] by group."""
+    frames = []
+    for a, b in layer_groups(hidden, rows_TW.shape[1] // hidden):
+        group = slice(a * hidden, b * hidden)
+        exponents = np.empty((len(rows_TW), (b - a) * hidden), dtype=np.uint8)
+        split(rows_TW[:, group], bias_W[group], exponents, sm_TW[:, group])
+        frames.append(_of_thread.compressor.compress(exponents.data))
+    return frames
+
+
+def require_shape(exp: Sequence[Frame], n_tokens: int, width: int, hidden: int) -> None:
+    """Raise ValueError unless there is a frame for every block and group of layers."""
+    expected = len(blocks(n_tokens)) * len(layer_groups(hidden, width // hidden))
+    if n_tokens < 1 or len(exp) != expected:
+        raise ValueError(f"{len(exp)} frames, {expected} expected for {n_tokens} tokens")
+
+
+def pieces(
+    n_tokens: int, hidden: int, n_layers: int, tokens: range, layers: Sequence[int]
+) -> Iterator[Piece]:
+    """The parts of frames that hold `tokens` of `layers`, frame by frame."""
+    groups = layer_groups(hidden, n_layers)
+    for block, first in enumerate(blocks(n_tokens)):
+        size = min(BLOCK_TOKENS, n_tokens - first)
+        low, high = max(tokens.start, first), min(tokens.stop, first + size)
+        if low >= high:
+            continue
+        for number, (a, b) in enumerate(groups):
+            for place, layer, length in _runs(layers, a, b):
+                yield Piece(
+                    block * len(groups) + number, first, size, low, high, b - a, layer - a,
+                    layer, place, length,
+                )  # fmt: skip
+
+
+def _runs(layers: Sequence[int], a: int, b: int) -> list[tuple[int, int, int]]:
+    """Neighbours among `layers` that are neighbours in the frame of [a, b): (place, layer, length)."""
+    runs: list[tuple[int, int, int]] = []
+    for place, layer in enumerate(layers):
+        if not a <= layer < b:
+            continue
+        if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((place, layer, 1))
+    return runs
+
+
+class Inflater:
+    """Frames of one sample, decompressed as they are asked for; the last one is kept."""
+
+    def __init__(self, exp: Sequence[Frame], hidden: int) -> None:
+        self._exp, self._hidden = exp, hidden
+        self._last: tuple[int, Bytes] | None = None
+
+    def exponents(self, piece: Piece) -> Bytes:
+        """uint8 [high-low, length*H] of a piece, still less the bias. Raises ValueError."""
+        if self._last is None or self._last[0] != piece.frame:
+            width = piece.layers_in_frame * self._hidden
+            flat = self._inflate(self._exp[piece.frame], piece.size * width)
+            self._last = (piece.frame, flat.reshape(piece.size, width))
+        return self._last[1][
+            piece.low - piece.first : piece.high - piece.first,
+            piece.inner * self._hidden : (piece.inner + piece.length) * self._hidden,
+        ]
+
+    def _inflate(self, frame: Frame, size: int) -> Bytes:
+        """A frame of exactly `size` bytes; its stated size is checked before anything is allocated."""
+        try:
+            stated = zstandard.frame_content_size(bytes(frame[:18]))
+            if stated != size:
+                raise ValueError(f"a frame states {stated} bytes, {size} expected")
+            content = _of_thread.decompressor.decompress(frame, max_output_size=size)
+        except zstandard.ZstdError as e:
+            raise ValueError(f"a frame cannot be decompressed: {e}") from e
+        return np.frombuffer(content, dtype=np.uint8)
+
+
+# -- columns ------------------------------------------------------------------------------------
+
+
+def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
+    """One row of FRAMED_FIELDS; the plane is not copied."""
+    offsets = pa.py_buffer(np.array([0, len(sm)], dtype=np.int64))
+    return [
+        pa.LargeListArray.from_arrays([0, len(exp)], pa.array(exp, type=pa.large_binary())),
+        pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(sm)]),
+    ]
+
+
+def framed_parts(batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
+    """The inverse of `framed_arrays`, without a copy."""
+    (sm,) = _views(batch.column("sm"))
+    return _views(batch.column("exp")[0].values), sm
+
+
+def _views(column: pa.Array) -> list[memoryview]:
+    """The values of a validated large_binary array. Arrow's own scalars would be copies."""
+    if column.null_count:
+        raise ValueError("a frame is missing")
+    _, offsets, data = column.buffers()
+    if not len(column):
+        return []
+    ends = np.frombuffer(offsets, dtype=np.int64)[column.offset :][: len(column) + 1].tolist()
+    whole = memoryview(data) if data is not None else memoryview(b"")
+    return [whole[a:b] for a, b in itertools.pairwise(ends)]

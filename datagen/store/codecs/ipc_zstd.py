@@ -1,0 +1,96 @@
+"""`ipc-zstd`: lossless, for any Arrow reader. Two plain columns of bytes; Arrow compresses them.
+
+    exp large_list<uint8> [n*L*H]   the exponent
+    sm  large_list<uint8> [n*L*H]   mantissa << 1 | sign
+    bf16 bits = (sm & 1) << 15 | exp << 7 | sm >> 1
+
+Nothing in it is mapped: Arrow decompresses a sample whole, on every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from datagen.store.codecs import _planes as planes
+from datagen.store.codecs._planes import Bits, Bytes, Frame
+
+PLAIN = pa.large_list(pa.field("item", pa.uint8(), nullable=False))
+
+
+class IpcZstdCodec:
+    """Both planes as they are, uint8 [n, L*H] each; no parameters."""
+
+    name = "ipc-zstd"
+    version = 1
+    lossless = True
+    fields = (pa.field("exp", PLAIN, nullable=False), pa.field("sm", PLAIN, nullable=False))
+    ipc_compression = "zstd"
+
+    def fit(self, rows_TW: Bits, hidden: int) -> bytes:  # noqa: ARG002
+        """Nothing is learnt."""
+        return b""
+
+    def encode(
+        self, rows_TW: Bits, hidden: int, params: bytes  # noqa: ARG002
+    ) -> tuple[Sequence[Frame], memoryview]:  # fmt: skip
+        """The planes. Arrow compresses them when the batch is written."""
+        exponents_TW = np.empty(rows_TW.shape, dtype=np.uint8)
+        sm_TW = np.empty(rows_TW.shape, dtype=np.uint8)
+        planes.split(rows_TW, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
+        return [exponents_TW.data.cast("B")], sm_TW.data.cast("B")
+
+    def arrays(self, exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
+        """One row of `fields`, without a copy."""
+        return [_plain_array(exp[0]), _plain_array(sm)]
+
+    def stored(self, batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
+        """The inverse of `arrays`."""
+        return [_plain_bytes(batch.column("exp"))], _plain_bytes(batch.column("sm"))
+
+    def decode(
+        self,
+        exp: Sequence[Frame],
+        sm: Frame,
+        n_tokens: int,
+        width: int,
+        hidden: int,
+        params: bytes,  # noqa: ARG002
+        tokens: slice,
+        layers: Sequence[int],
+    ) -> Bits:
+        """uint16 [tokens, len(layers), H]."""
+        if len(exp) != 1 or not len(exp[0]) == len(sm) == n_tokens * width:
+            raise ValueError(f"{[*map(len, exp), len(sm)]} bytes for {n_tokens} x {width}")
+        exponents_TW = np.frombuffer(exp[0], dtype=np.uint8).reshape(n_tokens, width)
+        sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
+        wanted = range(*tokens.indices(n_tokens))
+        rows = slice(wanted.start, max(wanted.start, wanted.stop))
+        out_TLH = np.empty((len(wanted), len(layers), hidden), dtype=np.uint16)
+        bias_H = _no_bias(hidden)
+        for place, layer in enumerate(layers):
+            source = slice(layer * hidden, (layer + 1) * hidden)
+            planes.join(exponents_TW[rows, source], sm_TW[rows, source], bias_H, out_TLH[:, place])
+        return out_TLH
+
+
+def _no_bias(width: int) -> Bytes:
+    return np.zeros(width, dtype=np.uint8)
+
+
+def _plain_array(plane: Frame) -> pa.Array:
+    values = pa.Array.from_buffers(pa.uint8(), len(plane), [None, pa.py_buffer(plane)])
+    offsets = pa.py_buffer(np.array([0, len(plane)], dtype=np.int64))
+    return pa.Array.from_buffers(PLAIN, 1, [None, offsets], children=[values])
+
+
+def _plain_bytes(column: pa.Array) -> memoryview:
+    values = column[0].values
+    if values.null_count:
+        raise ValueError("a plane has holes")
+    return memoryview(values.to_numpy(zero_copy_only=True))
+
+
+CODEC = IpcZstdCodec()

@@ -1,0 +1,47 @@
+"""Where files are read from: a local path is mapped, anything else goes through fsspec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+
+Location = Path | str
+"""A local path, or a URL that fsspec knows (`s3://bucket/run`)."""
+
+
+def local_path(where: Location) -> Path | None:
+    """The path of a location on this machine; None when it is elsewhere."""
+    if isinstance(where, Path):
+        return where
+    if "://" not in where:
+        return Path(where)
+    return Path(where.removeprefix("file://")) if where.startswith("file://") else None
+
+
+def beside(where: Location, relative: str) -> Location:
+    """`relative` to the directory that holds the file `where`; the caller has checked `relative`."""
+    path = local_path(where)
+    if path is not None:
+        return path.parent / relative
+    return f"{str(where).rpartition('/')[0]}/{relative}"
+
+
+def read_bytes(where: Location) -> bytes:
+    """The whole content. Raises FileNotFoundError, OSError."""
+    path = local_path(where)
+    if path is not None:
+        return path.read_bytes()
+    fs, name = fsspec.core.url_to_fs(str(where))
+    content: bytes = fs.cat_file(name)
+    return content
+
+
+def open_file(where: Location) -> pa.NativeFile:
+    """A file to read at any place: mapped, without a copy, where it is local. Raises OSError."""
+    path = local_path(where)
+    if path is not None:
+        return pa.memory_map(str(path))
+    fs, name = fsspec.core.url_to_fs(str(where))
+    return pa.PythonFile(fs.open(name, "rb"), mode="r")

@@ -1,0 +1,54 @@
+"""Repair and the collect after it: what was damaged is captured again, the rest is not touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import datagen.cli  # noqa: F401 - registers the commands
+from datagen.cli.app import app
+from datagen.collect import CollectJob
+from datagen.collect.opening import stored_config
+from datagen.store.manifest import Manifest
+from datagen.store.verify import verify_run
+from tests.collect.harness import Bench, responses, state_ids
+from tests.scripted_target import scripted
+
+
+async def test_damaged_samples_are_captured_again_from_their_responses(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    async with scripted(tmp_path / "spool") as url:
+        bench = Bench.make(tmp_path, url, prompts=8)
+        before = await bench.collect_here("run")
+        said, ids = dict(responses(root)), sorted(state_ids(root))
+        shard = min(root.rglob("states-000.arrow"))
+        seal = json.loads((shard.parent / "partition.json").read_text())["states"][0]
+        content = bytearray(shard.read_bytes())
+        content[(seal["row_ends"][0] + seal["row_ends"][1]) // 2] ^= 0x10
+        shard.write_bytes(content)
+        others = {
+            p: p.read_bytes() for p in root.rglob("*-*.arrow") if p.parent != shard.parent
+        } | {p: p.read_bytes() for p in shard.parent.glob("responses-*.arrow")}
+        bench.mix.unlink()  # a repair goes by the frozen plan
+        done = CliRunner().invoke(app, ["repair", str(root), "--no-recapture"])
+        assert done.exit_code == 0, done.output
+        assert "1 samples are pending" in done.stdout.replace("\n", " ")
+        config = stored_config(root, endpoints=url)
+        async with CollectJob.open(config, print, frozen=True) as job:
+            await job.collect_all()
+    report = verify_run(root)
+    assert report.ok, report.faults
+    assert not report.partial
+    after = Manifest.load(root / "manifest.json")
+    assert after.samples == before.samples
+    assert after.fingerprint == before.fingerprint
+    assert dict(responses(root)) == said
+    assert sorted(state_ids(root)) == ids
+    for path, content_before in others.items():
+        assert path.read_bytes() == content_before
+    shown = CliRunner().invoke(app, ["inspect", str(root), "--sample", ids[0][0]])
+    assert shown.exit_code == 0, shown.output
+    assert "<|im_start|>assistant" in shown.stdout
+    assert "the final state" in shown.stdout

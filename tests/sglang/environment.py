@@ -1,0 +1,103 @@
+"""The environment of a real SGLang on a CPU: built once, kept in the user's cache.
+
+    python -m tests.sglang.environment     builds it when it is absent, and prints its path
+
+$DATAGEN_SGLANG_VENV names another place; $TORCH_ARGS are further arguments of the install of torch, for
+registries whose default is a CUDA build. About 2.7 GB and 2 to 5 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from datagen.embedded.weights import cache_directory
+
+REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
+PYTHON = (3, 11)  # of the pins
+STAMP = ".complete"
+SGL_KERNEL = '''"""Stub: sgl_kernel has no CPU wheel; any name imports, and raises when called."""
+__version__ = "0.4.10"
+
+
+def _missing(name):
+    def call(*args, **kwargs):
+        raise RuntimeError(f"sgl_kernel stub: {name} called")
+    return call
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _missing(name)
+'''
+
+
+class Unbuildable(Exception):
+    """The environment cannot be had here, and why."""
+
+
+def venv_path() -> Path:
+    """Where the environment is, or would be."""
+    explicit = os.environ.get("DATAGEN_SGLANG_VENV")
+    return Path(explicit) if explicit else cache_directory() / "sglang-cpu-0.5.23"
+
+
+def find() -> Path | None:
+    """The environment's directory, when it is complete."""
+    venv = venv_path()
+    return venv if (venv / STAMP).exists() else None
+
+
+def ensure() -> Path:
+    """The environment, built when absent. Raises Unbuildable."""
+    venv = venv_path()
+    if (venv / STAMP).exists():
+        return venv
+    if sys.version_info[:2] != PYTHON:
+        raise Unbuildable(f"the pins are for Python 3.11, this is {sys.version.split()[0]}")
+    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    wanted = [p for p in pins if p and not p.startswith("#")]
+    torch = [p for p in wanted if p.startswith("torch==")]
+    _run(sys.executable, "-m", "venv", "--clear", str(venv))
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
+    pip += ["--quiet", "--no-deps", "--only-binary=:all:"]
+    _run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), *torch)
+    cuda = _run(str(venv / "bin" / "python"), "-c", "import torch; print(torch.version.cuda)")
+    if cuda.strip() != "None":
+        raise Unbuildable(
+            "the registry's torch is a CUDA build: set TORCH_ARGS to an index of CPU builds"
+        )
+    _run(*pip, *(p for p in wanted if p not in torch))
+    purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    packages = Path(_run(str(venv / "bin" / "python"), "-c", purelib).strip())
+    # torchvision is a CUDA build, whose operators do not load beside a CPU torch
+    fakes = packages / "torchvision" / "_meta_registrations.py"
+    patched = re.sub(
+        r"(?m)^@torch\.library\.register_fake\(.*", "@(lambda f: f)", fakes.read_text("utf-8")
+    )
+    fakes.write_text(patched, encoding="utf-8")
+    (packages / "sgl_kernel").mkdir(exist_ok=True)
+    (packages / "sgl_kernel" / "__init__.py").write_text(SGL_KERNEL, encoding="utf-8")
+    (venv / STAMP).touch()
+    return venv
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise Unbuildable(f"{Path(command[0]).name} {' '.join(command[1:4])} failed: {last}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        print(ensure())
+    except Unbuildable as e:
+        print(f"no SGLang on this machine: {e}", file=sys.stderr)
+        sys.exit(3)
