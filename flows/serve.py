@@ -112,6 +112,9 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
         name="heldout",
         description="A manifest and a drafter in, accept_len and a verdict out.",
         tags=["datagen"],
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+        ),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     full = await pipeline.ato_deployment(
