@@ -177,7 +177,8 @@ async def measure(
                     errors += 1
                     print(note)
                 else:
-                    n_bytes += await asyncio.to_thread(take, Path(note["path"]), ids)
+                    taken = await asyncio.to_thread(take, Path(note["path"]), ids)
+                    n_bytes += taken  # after the await: others have added to it meanwhile
 
     start = time.perf_counter()
     await asyncio.gather(*[worker() for _ in range(concurrency)])
