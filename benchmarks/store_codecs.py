@@ -120,10 +120,12 @@ def parquet() -> Scheme:
     def read(buffers: list[pa.Buffer]) -> list[Rows]:
         found = []
         for buffer in buffers:
-            column = pq.read_table(pa.BufferReader(buffer), use_threads=False).column(0)
-            found.append(
-                np.concatenate([np.frombuffer(c.buffers()[1], np.uint16) for c in column.chunks])
-            )
+            chunks = pq.read_table(pa.BufferReader(buffer), use_threads=False).column(0).chunks
+            parts = [
+                np.frombuffer(c.buffers()[1], np.uint16)[c.offset : c.offset + len(c)]
+                for c in chunks
+            ]
+            found.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
         return found
 
     return Scheme("parquet bss zstd 1", write, read, lambda b: sum(x.size for x in b))
