@@ -25,7 +25,7 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-SPLIT_VALUES, JOIN_VALUES = 1 << 16, 1 << 17  # at a time: the temporaries stay in the L2 cache
+CHUNK_VALUES = 1 << 17  # values split or joined at a time: the temporaries stay in the L2 cache
 ZSTD = zstandard.ZstdCompressionParameters.from_level(
     1,
     window_log=17,
@@ -90,24 +90,22 @@ def median_exponents(rows_TW: Bits) -> Bytes:
 
 def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
     """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign)."""
-    step = max(1, SPLIT_VALUES // rows_TW.shape[1])
-    wide, negative = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
+    step = max(1, CHUNK_VALUES // rows_TW.shape[1])
+    _, flags = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
     for at in range(0, len(rows_TW), step):
         chunk = rows_TW[at : at + step]
         exponents, sm = exponents_TW[at : at + step], sm_TW[at : at + step]
-        a, below = wide[: len(chunk)], negative[: len(chunk)]
-        np.right_shift(chunk, 7, out=a)
-        np.copyto(exponents, a, casting="unsafe")  # the low byte of it: the sign falls off
+        negative = flags[: len(chunk)]
+        np.right_shift(chunk, 7, out=exponents, casting="unsafe")  # the sign falls off
         np.subtract(exponents, bias_W, out=exponents)
-        np.copyto(sm, chunk, casting="unsafe")
-        np.add(sm, sm, out=sm)  # a shift, but bytes have none that is quick
-        np.less(chunk.view(np.int16), 0, out=below)
-        np.bitwise_or(sm, below.view(np.uint8), out=sm)
+        np.add(chunk, chunk, out=sm, casting="unsafe")
+        np.less(chunk.view(np.int16), 0, out=negative)
+        np.bitwise_or(sm, negative.view(np.uint8), out=sm)
 
 
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
     """Fill `out_TW` with bit patterns: the inverse of `split`."""
-    step = max(1, JOIN_VALUES // out_TW.shape[1])
+    step = max(1, CHUNK_VALUES // out_TW.shape[1])
     rotated, _ = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
     for at in range(0, len(out_TW), step):
         out = out_TW[at : at + step]
