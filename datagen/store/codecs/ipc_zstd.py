@@ -37,8 +37,8 @@ class IpcZstdCodec:
         self, rows_TW: Bits, hidden: int, params: bytes  # noqa: ARG002
     ) -> tuple[Sequence[Frame], memoryview]:  # fmt: skip
         """The planes. Arrow compresses them when the batch is written."""
-        exponents_TW = np.empty(rows_TW.shape, dtype=np.uint8)
-        sm_TW = np.empty(rows_TW.shape, dtype=np.uint8)
+        exponents_TW = planes.pooled(rows_TW.shape, np.uint8)
+        sm_TW = planes.pooled(rows_TW.shape, np.uint8)
         planes.split(rows_TW, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
         return [exponents_TW.data.cast("B")], sm_TW.data.cast("B")
 
@@ -68,7 +68,8 @@ class IpcZstdCodec:
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
         rows = slice(wanted.start, max(wanted.start, wanted.stop))
-        out_TLH = np.empty((len(wanted), len(layers), hidden), dtype=np.uint16)
+        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
+        out_TLH = out_TW.reshape(len(wanted), len(layers), hidden)
         bias_H = _no_bias(hidden)
         for place, layer in enumerate(layers):
             source = slice(layer * hidden, (layer + 1) * hidden)

@@ -57,7 +57,7 @@ class Mantissa4Codec:
         """Frames of exponents, and the packed rest."""
         n, width = rows_TW.shape
         bias_W = np.frombuffer(params, dtype=np.uint8)
-        packed_TB = np.empty((n, _packed_width(width)), dtype=np.uint8)
+        packed_TB = planes.pooled((n, _packed_width(width)), np.uint8)
         frames: list[bytes] = []
         for first in planes.blocks(n):
             block = slice(first, first + planes.BLOCK_TOKENS)
@@ -96,7 +96,7 @@ class Mantissa4Codec:
         bias_W = np.frombuffer(params, dtype=np.uint8)
         packed_TB = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, packed)
         wanted = range(*tokens.indices(n_tokens))
-        out_TW = np.empty((len(wanted), len(layers) * hidden), dtype=np.uint16)
+        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
         inflater, unpacked, sm_TW = (
             planes.Inflater(exp, hidden),
             (-1, -1),

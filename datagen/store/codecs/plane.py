@@ -37,7 +37,7 @@ class PlaneCodec:
     ) -> tuple[Sequence[Frame], memoryview]:
         """Frames of exponents, and the raw plane."""
         bias_W = np.frombuffer(params, dtype=np.uint8)
-        sm_TW = np.empty(rows_TW.shape, dtype=np.uint8)
+        sm_TW = planes.pooled(rows_TW.shape, np.uint8)
         frames: list[bytes] = []
         for first in planes.blocks(len(rows_TW)):
             block = slice(first, first + planes.BLOCK_TOKENS)
@@ -72,7 +72,7 @@ class PlaneCodec:
         bias_W = np.frombuffer(params, dtype=np.uint8)
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
-        out_TW = np.empty((len(wanted), len(layers) * hidden), dtype=np.uint16)
+        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
         inflater = planes.Inflater(exp, hidden)
         for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
             source = slice(p.layer * hidden, (p.layer + p.length) * hidden)
