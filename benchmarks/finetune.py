@@ -61,6 +61,9 @@ def main() -> int:
     parser.add_argument("--depths", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--target-weights", default="")
+    parser.add_argument(
+        "--hidden", type=int, default=7168, help="kimi: a smaller one, to try it out"
+    )
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
@@ -138,9 +141,10 @@ def kimi(given: argparse.Namespace) -> Result:
     """One optimizer step after another at Kimi-K2.5's size, on synthetic states."""
     device = torch.device(given.device)
     depths, tokens = given.depths or 5, given.batch_tokens or 8192
-    hidden, vocab_size, draft = 7168, 163_840, 32_000
+    hidden = given.hidden
+    vocab_size, draft = 163_840 * hidden // 7168, 32_000 * hidden // 7168
     config = DrafterConfig(
-        hidden_size=hidden, intermediate_size=18_432, num_heads=64, num_kv_heads=64,
+        hidden_size=hidden, intermediate_size=18_432 * hidden // 7168, num_heads=64, num_kv_heads=64,
         head_dim=hidden // 64, vocab_size=vocab_size, draft_vocab_size=draft, rope=Rope(50_000.0),
         max_positions=262_144, boundaries=(2, 30, 58),
     )  # fmt: skip

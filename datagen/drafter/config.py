@@ -41,6 +41,10 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads")
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head size {self.head_dim} is odd: rotary halves cannot be made of it"
+            )
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(
                 f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}"
