@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_SHORT, N_LONG, LONGEST, NEW_TOKENS = 64, 4, 1800, 200
+ANSWERS_IN = "bfloat16"
 BOUNDARIES, HIDDEN = (2, 15, 27), 576
 
 
@@ -26,7 +27,7 @@ class Samples:
     n_context: list[int]
 
 
-def real_samples(dtype: str = "bfloat16") -> Samples:
+def real_samples(dtype: str = ANSWERS_IN) -> Samples:
     """Load what the model captured computing in `dtype`; captures it first where nobody has."""
     from datagen.embedded.weights import cache_directory
 
@@ -46,14 +47,19 @@ def _capture(dtype: str, states: Path, notes: Path) -> None:
     import torch
     from embedded import LONG, SHORT, all_at_once, capture, generate, prompts, served
 
-    contexts = [*prompts(SHORT, N_SHORT, 400), *prompts(LONG, N_LONG, LONGEST)]
     with served(dtype) as url:
-        answers = all_at_once(generate, url, contexts, max_new_tokens=NEW_TOKENS)
-        joined = [c + a for c, a in zip(contexts, answers, strict=True)]
+        if dtype == ANSWERS_IN:
+            contexts = [*prompts(SHORT, N_SHORT, 400), *prompts(LONG, N_LONG, LONGEST)]
+            n_context = [len(c) for c in contexts]
+            answers = all_at_once(generate, url, contexts, max_new_tokens=NEW_TOKENS)
+            joined = [c + a for c, a in zip(contexts, answers, strict=True)]
+        else:  # the same text
+            said = real_samples(ANSWERS_IN)
+            joined, n_context = [i.tolist() for i in said.ids], said.n_context
         captured = all_at_once(capture, url, joined)
     rows = torch.cat([c.reshape(len(c), -1) for c in captured]).view(torch.int16).numpy()
     np.save(states, rows.view(np.uint16))
-    kept = {"ids": joined, "n_context": [len(c) for c in contexts]}
+    kept = {"ids": joined, "n_context": n_context}
     temporary = notes.with_suffix(".tmp")
     temporary.write_text(json.dumps(kept))
     temporary.replace(notes)

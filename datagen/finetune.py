@@ -107,17 +107,17 @@ def finetune(
     make_directory(config.out)
     if ranks.rank == 0:
         with RunLock(config.out / ".lock"):
-            material = _material(config, say)
+            material = _material(config, say, ranks.count)
             trainer = Trainer(
                 material, config.train, config.how, RunDirectory(config.out), ranks, say, stop
             )
             return trainer.run()
-    material = _material(config, say)
+    material = _material(config, say, ranks.count)
     run = RunDirectory(config.out)
     return Trainer(material, config.train, config.how, run, ranks, say, stop).run()
 
 
-def _material(config: FinetuneConfig, notify: Notify) -> Any:
+def _material(config: FinetuneConfig, notify: Notify, ranks: int) -> Any:
     from datagen.drafter.coverage import coverage, coverage_line
     from datagen.drafter.dataset import first_by_hash, open_sources, require_disjoint
     from datagen.drafter.model import Drafter
@@ -175,6 +175,7 @@ def _material(config: FinetuneConfig, notify: Notify) -> Any:
         "init": init.get("sha256", "fresh"),
         "vocab": vocab.digest,
         "dtype": config.how.dtype,
+        "ranks": ranks,
     }
     provenance = {
         "settings": settings,

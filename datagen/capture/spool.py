@@ -158,7 +158,7 @@ def read_spool(path: Path) -> SpoolFile:
         boundaries = tuple(int(b) for b in meta["boundaries"].split(","))
         hidden, final_norm = int(meta["hidden"]), str(meta["final_norm"])
         rid, server = str(meta["rid"]), str(meta["server"])
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
         raise SpoolError(f"{path}: unreadable header: {type(e).__name__}: {e}") from e
     base = 8 + length
     if n_tokens < 1 or width < 1 or size != base + end + 4 * n_tokens + 4:

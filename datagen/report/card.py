@@ -31,7 +31,9 @@ def run_card(root: Path) -> Card:
     """Read everything a run holds. Raises CorruptFile when it has no manifest."""
     manifest = Manifest.load(root / "manifest.json")
     evaluations = load_evaluations(root)
-    shown = [e for e in evaluations if not e["name"].startswith("probe-")]  # those are for the curve
+    shown = [
+        e for e in evaluations if not e["name"].startswith("probe-")
+    ]  # those are for the curve
     newest = shown[-1] if shown else None
     sections = [_collected(manifest), _sizes(manifest), _throughput(root, manifest)]
     for evaluation in reversed(shown):

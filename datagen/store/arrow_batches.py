@@ -131,7 +131,7 @@ class _Sealed:
         return int(self._blocks[index, 2])
 
     def end(self, index: int) -> int:
-        return sum(self._blocks[index].item())
+        return int(self._blocks[index].sum())
 
     def _batch(self, reader: pa.RecordBatchFileReader, index: int) -> pa.RecordBatch:
         with _damage_is_corruption(self._where, f"row {index}: "):

@@ -1,4 +1,4 @@
-"""Encoding a shard's samples with what was learnt from its first ones."""
+"""The encode side of a shard, for any thread: rows in, what `PartitionStore.add_states` takes out."""
 
 from __future__ import annotations
 

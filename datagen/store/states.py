@@ -133,10 +133,10 @@ class SampleColumns:
 class TokenColumns:
     """All samples of a shard, one after the other: `input_ids` int32, `loss_mask` int8, both [total].
 
-    `n_tokens` int32 [samples].
+    `n_tokens` int64 [samples].
     """
 
-    n_tokens: NDArray[np.int32]
+    n_tokens: NDArray[np.int64]
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.int8]
 
@@ -174,14 +174,12 @@ class ShardReader:
 
     def token_columns(self) -> TokenColumns:
         """Ids and masks of all samples at once, states not read: quick. Raises CorruptFile."""
-        names = ["n_tokens", "input_ids", "loss_mask"]
-        table = self._batches.table(names)
+        table = self._batches.table(["input_ids", "loss_mask"])
         try:
-            n_tokens, ids, mask = (_joined(table.column(name)) for name in names)
-            lengths = n_tokens.to_numpy()
-            for column in (ids, mask):
-                if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-                    raise ValueError("ids, masks and counts of tokens differ in length")
+            ids, mask = (_joined(column) for column in table.combine_chunks().columns)
+            lengths, of_mask = (np.diff(column.offsets.to_numpy()) for column in (ids, mask))
+            if not np.array_equal(lengths, of_mask):
+                raise ValueError("ids and masks differ in length")
             columns = TokenColumns(lengths, ids.flatten().to_numpy(), mask.flatten().to_numpy())
             if len(columns.input_ids) and not (
                 0 <= columns.input_ids.min() <= columns.input_ids.max() < MAX_TOKEN_ID
@@ -312,5 +310,4 @@ def _joined(column: pa.ChunkedArray) -> pa.Array:
     """One array of all chunks. Raises ValueError when a cell is missing."""
     if column.null_count:
         raise ValueError("a cell is missing")
-    joined = column.combine_chunks()
-    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -1,4 +1,4 @@
-"""Two processes under `accelerate launch` train as one process with twice the micro-batches."""
+"""Two processes train as one process with twice the micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from datagen.drafter.state import read_metrics
+from datagen.drafter.state import read_metrics, read_provenance
 from tests.drafter.run import tiny_target, write_run
 from tests.tiny import free_port
 
@@ -34,10 +34,10 @@ def test_two_processes_train_as_one_with_twice_the_micro_batches(tmp_path: Path)
         "--log-every", "1", "--export-dtype", "float32", "--checkpoint-every", "3",
         "--learning-rate", "0.003",
     ]  # fmt: skip
+    # What `accelerate launch --multi_gpu` starts; on CPUs alone its own launcher wants mpirun.
     launch = [
-        "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port",
-        str(free_port()), "-m", "datagen.cli",
+        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+        "-m", "datagen.cli",
     ]  # fmt: skip
     alone = ["-m", "datagen.cli"]
     for name, command, accumulate in (("two", launch, "1"), ("one", alone, "2")):
@@ -52,6 +52,8 @@ def test_two_processes_train_as_one_with_twice_the_micro_batches(tmp_path: Path)
         [r["loss"] for r in read_metrics(tmp_path / n / "metrics.jsonl") if "loss" in r]
         for n in ("one", "two")
     )
+    used = read_provenance(tmp_path / "two" / "final")
+    assert used["settings"]["ranks"] == 2
     assert two == pytest.approx(one, rel=1e-4)
     weights = [
         load_file(tmp_path / n / "final" / "model.safetensors") for n in ("one", "two")
