@@ -30,6 +30,7 @@ from torch import Tensor
 from datagen.acceptance.replay import Replay
 from datagen.drafter.checkpoint import load_drafter
 from datagen.drafter.dataset import ManifestSource
+from datagen.drafter.model import Drafter
 from datagen.drafter.rows import Sample
 from datagen.embedded.engine import Engine
 from datagen.embedded.model import Llama
@@ -45,6 +46,10 @@ NEAR_TIE = 1e-3  # logits; float32 rounding of these sums is about 1e-5
 class Margins(Replay):
     """A replay that also says how far the drafted token leads the second, in logits."""
 
+    def __init__(self, drafter: Drafter, embed_VH: Tensor, *, steps: int) -> None:
+        super().__init__(drafter, embed_VH, steps=steps)
+        self.gaps: list[list[float]] = []
+
     def _drafted(self, h_AH: Tensor) -> Tensor:
         top = self._drafter.lm_head(self._drafter.norm(h_AH)).topk(2, dim=-1).values
         self.gaps.append((top[:, 0] - top[:, 1]).tolist())
@@ -52,7 +57,7 @@ class Margins(Replay):
 
     def of(self, sample: Sample) -> list[list[float]]:
         """Per depth, per row P-1 .. N-3."""
-        self.gaps: list[list[float]] = []
+        self.gaps = []
         self.drafts([sample], prune=False)
         return self.gaps
 

@@ -29,6 +29,7 @@ from flows.collect import datagen
 from flows.evaluate import evaluate
 from flows.finetune import finetune
 from flows.pipeline import pipeline
+from flows.probe import probe
 from flows.services import SERVING
 
 SILENT_AFTER = timedelta(seconds=120)
@@ -127,7 +128,16 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
         ),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    return [collect, train, heldout, full]
+    short = await probe.ato_deployment(
+        name="probe",
+        description="Short training on nested subsets: can the full run reach break-even?",
+        tags=["datagen"],
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
+        ),
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    return [collect, train, short, heldout, full]
 
 
 async def serve(endpoints: str) -> None:

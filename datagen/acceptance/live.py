@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from datagen.acceptance.metrics import Counts, Interval, accept_len, distinct_n
 from datagen.errors import MeasurementError
 from datagen.target.client import Generation, SGLangClient
@@ -267,7 +269,9 @@ def _report(servers: dict[str, dict[str, Any]], passes: Sequence[Pass]) -> LiveR
     correct = sum(a.generation.spec_num_correct_drafts or 0 for a in spec.answers)
     pairs = list(zip(plain.answers, spec.answers, strict=True))
     different = tuple(
-        b.prompt.sample_id for a, b in pairs if a.generation.output_ids != b.generation.output_ids
+        b.prompt.sample_id
+        for a, b in pairs
+        if not np.array_equal(a.generation.output_ids, b.generation.output_ids)
     )
     return LiveReport(
         servers=servers,

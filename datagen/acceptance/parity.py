@@ -35,7 +35,7 @@ async def captured_outputs(
 
 async def _captured(client: SGLangClient, answer: Answer, profile: Profile) -> Sample:
     rid = f"parity-{uuid.uuid4().hex}"
-    ids = [*answer.prompt.context_ids, *answer.generation.output_ids]
+    ids = [*answer.prompt.context_ids, *answer.generation.output_ids.tolist()]
     try:
         capture = await client.capture(ids, rid=rid)
         spooled = await take_capture(capture, ids, rid, profile)

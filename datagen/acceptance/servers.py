@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from datagen.errors import MeasurementError
 
 STOP_S = 30.0
+PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -25,18 +28,27 @@ def launched(
 ) -> Iterator[str]:  # fmt: skip
     """A server that answers at `url` while the context lasts. Raises MeasurementError.
 
-    Its output goes to `log`. It runs in a session of its own, which is ended as a whole.
+    Its output goes to `log`. It runs in a session of its own, which is ended as a whole; on Linux it
+    ends with this process even when that is killed.
     """
     with open(log, "wb") as output:
         process = subprocess.Popen(
             list(command), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **(environment or {})}, preexec_fn=_end_with_parent(),
         )  # fmt: skip
     try:
         _wait_healthy(process, url, log, start_s)
         yield url
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """To be run in the child before its program: ask the kernel for SIGTERM when the parent ends."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: nothing may be loaded between fork and exec
+    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

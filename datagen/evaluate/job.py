@@ -89,9 +89,7 @@ class _Job:
 
     def run(self) -> dict[str, Any]:
         config = self.config
-        started = time.monotonic()
-        counts, drafter = self._replayed(config.drafter)
-        seconds = time.monotonic() - started
+        counts, drafter, seconds = self._replayed(config.drafter)
         found = accept_len(counts)
         tokens = sum(c.tokens for c in counts)
         self.notify(f"replay: accept_len {found} ({tokens / seconds:,.0f} tokens/s)")
@@ -124,7 +122,7 @@ class _Job:
             },
         }  # fmt: skip
         if config.against is not None:
-            other, about = self._replayed(config.against)
+            other, about, _ = self._replayed(config.against)
             comparison = compare(other, counts)
             report["comparison"] = {
                 "against": about, "accept_len": asdict(accept_len(other)),
@@ -154,10 +152,12 @@ class _Job:
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _replayed(self, directory: Path) -> tuple[list[Counts], dict[str, Any]]:
+    def _replayed(self, directory: Path) -> tuple[list[Counts], dict[str, Any], float]:
+        """Counts, what the drafter is, and the seconds of the replay, its loading left out."""
         runner, about = self._runner(directory)
+        started = time.monotonic()
         counts = [r.counts for r in runner.run(self._samples(), self.tags)]
-        return counts, about
+        return counts, about, time.monotonic() - started
 
     def _samples(self) -> Iterator[Sample]:
         for ref in self.refs:

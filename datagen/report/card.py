@@ -31,9 +31,12 @@ def run_card(root: Path) -> Card:
     """Read everything a run holds. Raises CorruptFile when it has no manifest."""
     manifest = Manifest.load(root / "manifest.json")
     evaluations = load_evaluations(root)
-    newest = evaluations[-1] if evaluations else None
+    shown = [
+        e for e in evaluations if not e["name"].startswith("probe-")
+    ]  # those are for the curve
+    newest = shown[-1] if shown else None
     sections = [_collected(manifest), _sizes(manifest), _throughput(root, manifest)]
-    for evaluation in reversed(evaluations):
+    for evaluation in reversed(shown):
         sections += evaluation_sections(evaluation)
     sections += scaling_section(evaluations, manifest)
     return Card(

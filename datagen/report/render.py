@@ -21,7 +21,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .verdict { font-size: 1.15rem; border-left: 4px solid var(--a); padding: .4rem 1rem; }
 table { border-collapse: collapse; margin: .8rem 0; display: block; overflow-x: auto; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; overflow-wrap: break-word; }
 th { color: var(--dim); font-weight: 600; }
 svg.plot { width: 100%; max-width: 46rem; height: auto; display: block; margin: 1rem 0; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink); }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from datagen.acceptance.live import (
@@ -26,7 +27,7 @@ DRAFTING = {
 def answer(tokens: int, verify_ct: int | None, correct: int = 0, retractions: int = 0,
            histogram: tuple[int, ...] | None = None) -> Answer:  # fmt: skip
     generation = Generation(
-        output_ids=list(range(tokens)), text="", finish_reason="length", matched=None,
+        output_ids=np.arange(tokens, dtype=np.int32), text="", finish_reason="length", matched=None,
         prompt_tokens=4, completion_tokens=tokens, cached_tokens=0, num_retractions=retractions,
         spec_verify_ct=verify_ct, spec_num_correct_drafts=correct, spec_histogram=histogram,
     )  # fmt: skip

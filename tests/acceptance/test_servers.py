@@ -1,0 +1,88 @@
+"""A server that is started for a measurement is stopped with it, whatever ends the measurement."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from datagen.acceptance.servers import free_port, launched
+from datagen.errors import MeasurementError
+
+HEALTHY = """
+import http.server, sys
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()
+"""
+HOLDER = """
+import sys, time
+from pathlib import Path
+from datagen.acceptance.servers import launched
+port, log, code = sys.argv[1:]
+with launched([sys.executable, '-c', code, port], f'http://127.0.0.1:{port}', log=Path(log)):
+    print('up', flush=True)
+    time.sleep(60)
+"""
+
+
+def listens(port: int) -> bool:
+    import socket
+
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_lives_as_long_as_the_measurement(tmp_path: Path) -> None:
+    port = free_port()
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    with launched([sys.executable, "-c", HEALTHY, str(port)], url, log=log) as found:
+        assert found == url
+        assert listens(port)
+    assert not listens(port)
+
+
+def test_a_server_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('no weights'); sys.exit(3)"]
+    with (
+        pytest.raises(MeasurementError, match="the server ended with 3: no weights"),
+        launched(command, "http://127.0.0.1:9", log=tmp_path / "log"),
+    ):
+        pass
+
+
+def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(MeasurementError, match="does not answer after 1 s"),
+        launched(command, url, log=tmp_path / "log", start_s=1.0),
+    ):
+        pass
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel of Linux ends children with parents"
+)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_measurement_leaves_no_server(tmp_path: Path, number: int) -> None:
+    port = free_port()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(port), str(tmp_path / "log"), HEALTHY],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "up\n"
+    os.kill(holder.pid, number)
+    holder.wait(30)
+    holder.stdout.close()
+    deadline = time.monotonic() + 20
+    while listens(port):
+        assert time.monotonic() < deadline, "the server outlived the measurement"
+        time.sleep(0.1)
