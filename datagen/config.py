@@ -51,6 +51,8 @@ class CollectConfig(StrictModel):
     capture: CaptureConfig = CaptureConfig()
     dispatch: DispatchConfig = DispatchConfig()
     row_timeout_s: float = Field(default=1800.0, gt=0)
+    accept_risk: tuple[str, ...] = ()
+    """Checks of preflight that may be red."""
     api_key: str | None = Field(default=None, repr=False)
 
     @property
@@ -93,12 +95,14 @@ def collect_config(
     api_key: str = "",
     capture_mode: str = "spool",
     final_endpoint: str = "",
+    accept_risk: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
 
     `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas; empty is the
     profile's. `limit`, `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the
-    train split, negative is the profile's. Raises ConfigError, ProfileError.
+    train split, negative is the profile's. `accept_risk`: checks that may be red,
+    comma separated. Raises ConfigError, ProfileError.
     """
     profile = load_profile(target)
     urls = tuple(u.strip() for u in endpoints.split(",") if u.strip()) or (profile.endpoint,)
@@ -132,6 +136,7 @@ def collect_config(
             "dispatch": DispatchConfig(
                 window=WindowConfig(initial=concurrency), attempts=attempts, patience_s=patience_s
             ),
+            "accept_risk": tuple(n.strip() for n in accept_risk.split(",") if n.strip()),
             "api_key": api_key or None,
         },
         CollectConfig,

@@ -58,6 +58,10 @@ class CaptureUnproven(DatagenError):
     """The hidden states a server hands over are not what the drafter will be fed."""
 
 
+class PreflightRed(DatagenError):
+    """Checks of the target are red, and their risk was not accepted by name."""
+
+
 class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
 

@@ -39,6 +39,7 @@ async def datagen(
     concurrency: PositiveInt = 32,
     attempts: PositiveInt = 3,
     patience_s: PositiveFloat = 300.0,
+    accept_risk: str = "",
 ) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
 
@@ -62,6 +63,7 @@ async def datagen(
         concurrency: First window of each endpoint.
         attempts: Attempts before a row is rejected.
         patience_s: Seconds to wait for a dead server.
+        accept_risk: Preflight checks that may be red, comma separated.
     """
     log = flow_logger()
     try:
@@ -70,7 +72,7 @@ async def datagen(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, codec=codec,
             runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
             shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
-            patience_s=patience_s,
+            patience_s=patience_s, accept_risk=accept_risk,
         )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)

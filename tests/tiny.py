@@ -190,7 +190,9 @@ def free_port() -> int:
 class TargetProcess:
     """A real server process that can be killed and started again on its port."""
 
-    def __init__(self, target: str, *, port: int, spool: Path, dtype: str, log: Path) -> None:
+    def __init__(
+        self, target: str, *, port: int, spool: Path, dtype: str, log: Path, fault: str = ""
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [
             sys.executable, "-m", "datagen.cli", "serve", "--target", target, "--port", str(port),
@@ -199,13 +201,15 @@ class TargetProcess:
         if target != "smollm2":
             self._command += ["--boundaries", ",".join(map(str, BOUNDARIES))]
         self._log = log
+        self._environment = {**os.environ, "DATAGEN_EMBEDDED_FAULT": fault}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=self._environment,
+            )  # fmt: skip
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -228,7 +232,7 @@ class TargetProcess:
 
 @contextmanager
 def serving(
-    target: str, folder: Path, *, dtype: str = "float32", port: int | None = None
+    target: str, folder: Path, *, dtype: str = "float32", port: int | None = None, fault: str = ""
 ) -> Iterator[TargetProcess]:
     """A running target process, ended on exit."""
     process = TargetProcess(
@@ -237,6 +241,7 @@ def serving(
         spool=folder / "spool",
         dtype=dtype,
         log=folder / "target.log",
+        fault=fault,
     )
     process.start()
     try:

@@ -78,6 +78,9 @@ def collect(
     final_endpoint: Annotated[
         str, typer.Option(help="json: a second server that hands over the final state.")
     ] = "",
+    accept_risk: Annotated[
+        list[str] | None, typer.Option(help="A preflight check that may be red; repeatable.")
+    ] = None,
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
     from datagen.config import collect_config
@@ -88,7 +91,7 @@ def collect(
         runs_dir=runs_dir, tokenizer=tokenizer, partition_prompts=partition_prompts,
         shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
         patience_s=patience_s, api_key=api_key, capture_mode=capture_mode,
-        final_endpoint=final_endpoint,
+        final_endpoint=final_endpoint, accept_risk=",".join(accept_risk or ()),
     )  # fmt: skip
     import uvloop
 

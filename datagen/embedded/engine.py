@@ -31,7 +31,9 @@ SHUTTING_DOWN = {"type": "abort", "message": "The server is shutting down."}
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class Job:
+    """A request, how far its prompt is read, and what was captured of it."""
+
     request: Request
     done: Callable[[Request], None]
     cache: SequenceCache | None = None
@@ -65,10 +67,10 @@ class Engine:
         self.model, self.tokenizer, self.spool = model, tokenizer, spool
         self.max_running, self.context_length = max_running, context_length
         self._exact = model.dtype == torch.float32
-        self._inbox: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
-        self._waiting: deque[_Job] = deque()
-        self._reading: list[_Job] = []  # prompts cut in pieces, of which some are read
-        self._running: list[_Job] = []
+        self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._reading: list[Job] = []  # prompts cut in pieces, of which some are read
+        self._running: list[Job] = []
         self._ending = False
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -79,7 +81,7 @@ class Engine:
 
     def submit(self, request: Request, done: Callable[[Request], None]) -> None:
         """Queue a request; `done` gets it back finished."""
-        job = _Job(request, done)
+        job = Job(request, done)
         if self._ending:
             self._finish(job, SHUTTING_DOWN)
         else:
@@ -134,7 +136,7 @@ class Engine:
                 self._waiting.append(message)
 
     def _drop(self, rid: str) -> None:
-        def named(jobs: Iterable[_Job]) -> list[_Job]:
+        def named(jobs: Iterable[Job]) -> list[Job]:
             return [j for j in jobs if not rid or j.request.rid == rid]
 
         for queue_, name in ((self._waiting, "waiting queue"), (self._reading, "prefill"),
@@ -143,7 +145,7 @@ class Engine:
                 queue_.remove(job)
                 self._finish(job, {"type": "abort", "message": f"Abort in {name}"})
 
-    def _next_pack(self) -> list[_Job]:
+    def _next_pack(self) -> list[Job]:
         """Whose next piece to read now: started prompts first, then the queue, up to a budget."""
         pack = list(self._reading)
         room = PIECE_TOKENS - sum(j.n_next for j in pack)
@@ -166,7 +168,7 @@ class Engine:
             room -= job.n_next
         return pack
 
-    def _prefill(self, pack: list[_Job]) -> None:
+    def _prefill(self, pack: list[Job]) -> None:
         pieces = []
         for job in pack:
             piece = job.request.input_ids[job.n_read : job.n_read + job.n_next]
@@ -198,7 +200,7 @@ class Engine:
         self._running += [j for j in begun if not j.request.capture]
         self._extend(begun, self.model.logits(out.last_BH[ended]))
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         request = job.request
         rows_TW = job.rows[0] if len(job.rows) == 1 else torch.cat(job.rows)
         if request.states_in_answer:
@@ -215,7 +217,7 @@ class Engine:
         pad_to = self.max_running if self._exact else 0
         self._extend(list(self._running), self.model.decode(last, caches, pad_to=pad_to))
 
-    def _extend(self, jobs: list[_Job], logits_BV: torch.Tensor) -> None:
+    def _extend(self, jobs: list[Job], logits_BV: torch.Tensor) -> None:
         """Give each its next token; the finished ones leave."""
         tokens = next_tokens(
             logits_BV,
@@ -251,6 +253,6 @@ class Engine:
             return {"type": "length", "length": n}
         return None
 
-    def _finish(self, job: _Job, reason: dict[str, Any]) -> None:
+    def _finish(self, job: Job, reason: dict[str, Any]) -> None:
         job.request.finish = reason
         job.done(job.request)

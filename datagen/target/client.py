@@ -69,6 +69,10 @@ class Capture:
     final_norm: str
     server: str
     next_token: int
+    protocol: int = 0
+    """The version of request, answer and file that the plugin speaks; see capture/spool.py."""
+    self_test: str = ""
+    """What the plugin proved about its boundaries inside the engine; begins with passed, pending, none."""
 
 
 class SGLangClient:
@@ -236,6 +240,8 @@ class SGLangClient:
                 final_norm=str(note["final_norm"]),
                 server=str(note["server"]),
                 next_token=int(answer["output_ids"][0]),
+                protocol=int(note.get("protocol") or 0),
+                self_test=str(note.get("self_test") or ""),
             )
         except (KeyError, TypeError, ValueError, IndexError) as e:
             raise RowFailure("capture_malformed", f"{type(e).__name__}: {e}") from e
@@ -260,6 +266,18 @@ class SGLangClient:
         if states_TW.ndim != 2:
             raise RowFailure("capture_malformed", f"hidden_states of shape {states_TW.shape}")
         return states_TW
+
+    async def native(self, body: dict[str, Any], *, rid: str) -> dict[str, Any]:
+        """One `/generate` call with fields of one's own; the answer as it came. Raises as `generate`."""
+        return await self._row({"rid": rid, **body}, rid)
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One `/v1/chat/completions` call; the answer as it came. Raises as `generate`."""
+        async with asyncio.timeout(self.timeouts.row):
+            answer = await self._request("POST", "/v1/chat/completions", body)
+        if not isinstance(answer, dict):
+            raise RowFailure("malformed_answer", repr(answer)[:200])
+        return answer
 
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
