@@ -19,7 +19,7 @@ from datagen.prompts.estimate import CODEC_RATIOS, USUAL_ANSWER_TOKENS
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
 from datagen.target.checks.host import check_disk, check_files
-from datagen.target.checks.subject import FULL, QUICK, Effort, Subject
+from datagen.target.checks.subject import Effort, Subject
 from datagen.target.checks.suite import HOST_CHECKS, check_server, named
 from datagen.target.checks.verdict import ServerChecks, require_green, require_known
 from datagen.target.client import SGLangClient, Timeouts
@@ -37,15 +37,9 @@ async def prove_servers(
     renderer: Renderer,
     final: SGLangClient | None,
     notify: Notify,
-    *,
-    effort: Effort | None = None,
 ) -> list[ServerChecks]:
-    """Check every server, and tell the results. Raises PreflightRed for a risk not accepted.
-
-    `effort`: by default full, and quick for the embedded target.
-    """
-    chosen = effort or (QUICK if config.profile.embedded else FULL)
-    places = await check_servers(config, clients, renderer, final, chosen)
+    """Check every server, and tell the results. Raises PreflightRed for a risk not accepted."""
+    places = await check_servers(config, clients, renderer, final, None)
     for place in places:
         notify(place.line())
         for result in place.reds():
@@ -72,7 +66,7 @@ async def check_servers(
     clients: Sequence[SGLangClient],
     renderer: Renderer,
     final: SGLangClient | None,
-    effort: Effort,
+    effort: Effort | None,
 ) -> list[ServerChecks]:
     """All checks of all servers, side by side; red ones are in the results."""
     return list(
@@ -150,7 +144,7 @@ async def _checked(
     client: SGLangClient,
     renderer: Renderer,
     final: SGLangClient | None,
-    effort: Effort,
+    effort: Effort | None,
 ) -> ServerChecks:
     subject = Subject(
         client=client,
@@ -160,9 +154,8 @@ async def _checked(
         final=final,
         checkpoint=await _checkpoint(config, client),
         spool_bytes=config.spool_mib * MIB,
-        effort=effort,
     )
-    return await check_server(subject)
+    return await check_server(subject, effort)
 
 
 async def _checkpoint(config: CollectConfig, client: SGLangClient) -> Path | None:

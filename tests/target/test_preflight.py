@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from datagen.collect.proof import preflight
+from datagen.config import collect_config
 from datagen.embedded.faults import FAULTS, VARIABLE
-from tests.tiny import serving, write_tiny_checkpoint, write_tiny_profile
+from datagen.target.checks.subject import QUICK
+from datagen.target.checks.suite import NAMES
+from tests.tiny import (
+    BOUNDARIES,
+    free_port,
+    serving,
+    write_tiny_checkpoint,
+    write_tiny_profile,
+)  # fmt: skip
 
 CLI = [sys.executable, "-m", "datagen.cli"]
 TEMPLATE = (
@@ -48,19 +64,56 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def asked(
-    checkpoint: Path, folder: Path, url: str, *more: str, **profile: Any
-) -> tuple[int, dict[str, Any], str]:
-    """Exit status, what --json says, and stderr of `datagen preflight`."""
-    changes = {"thinking_kwarg": "thinking", **profile}
-    target = write_tiny_profile(folder / "profile.yaml", checkpoint, url, **changes)
-    done = subprocess.run(
-        [*CLI, "preflight", "--target", str(target), "--tokenizer", str(checkpoint), "--json",
-         "--spool-mib", "64", "--runs-dir", str(folder), *more],
-        capture_output=True, text=True, timeout=120, check=False,
-        env={k: v for k, v in os.environ.items() if k != VARIABLE},
+def _serve(target: str, port: int, spool: Path, fault: str) -> None:
+    """In a process forked from one that has torch already: a server starts in a moment."""
+    from datagen.embedded.server import serve
+
+    os.environ[VARIABLE] = fault
+    serve(
+        target=target, port=port, threads=1, spool_dir=spool, boundaries=BOUNDARIES, dtype="float32"
+    )
+
+
+@contextmanager
+def faulty(checkpoint: Path, folder: Path, fault: str) -> Iterator[str]:
+    """The URL of a server that is wrong in one way."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["datagen.embedded.server"])
+    port = free_port()
+    process = context.Process(
+        target=_serve, args=(str(checkpoint), port, folder / "spool", fault), daemon=True
+    )
+    process.start()
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                break
+            except OSError:
+                assert process.is_alive(), "the server ended"
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        yield url
+    finally:
+        process.terminate()
+        process.join(30)
+
+
+def profile_of(checkpoint: Path, folder: Path, url: str, **changes: Any) -> Path:
+    return write_tiny_profile(
+        folder / "profile.yaml", checkpoint, url, **{"thinking_kwarg": "thinking", **changes}
+    )
+
+
+def found_by(checkpoint: Path, folder: Path, url: str, **changes: Any) -> dict[str, dict[str, Any]]:
+    """Every check's result by its name, from a preflight in this process."""
+    config = collect_config(
+        target=str(profile_of(checkpoint, folder, url, **changes)), tokenizer=str(checkpoint),
+        runs_dir=str(folder), spool_mib=64,
     )  # fmt: skip
-    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+    places = asyncio.run(preflight(config, print, effort=QUICK, names=NAMES))
+    return results({"places": [p.as_dict() for p in places]})
 
 
 def results(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -68,16 +121,26 @@ def results(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {r["name"]: r for place in report["places"] for r in place["results"]}
 
 
-def test_a_healthy_server_is_green(checkpoint: Path, tmp_path: Path) -> None:
+def of_status(found: dict[str, dict[str, Any]], status: str) -> dict[str, str]:
+    return {name: r["measured"] for name, r in found.items() if r["status"] == status}
+
+
+def test_a_healthy_server_is_green_on_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
     with serving(str(checkpoint), tmp_path, dtype="bfloat16") as process:
-        code, report, said = asked(checkpoint, tmp_path, process.url)
-        assert code == 0, (said, report)
+        target = profile_of(checkpoint, tmp_path, process.url)
+        done = subprocess.run(
+            [*CLI, "preflight", "--target", str(target), "--tokenizer", str(checkpoint), "--json",
+             "--spool-mib", "64", "--runs-dir", str(tmp_path)],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr + done.stdout
+        report = json.loads(done.stdout)
         found = results(report)
-        assert {n for n, r in found.items() if r["status"] == "red"} == set()
-        assert {n for n, r in found.items() if r["status"] == "skipped"} == {"disk"}
+        assert set(found) == set(NAMES)
+        assert not of_status(found, "red")
+        assert of_status(found, "skipped").keys() == {"disk"}
         assert not list((tmp_path / "spool").glob("*")), "no probe stays in the spool"
         assert report["places"][0]["speeds"]["generate_tokens_per_s"] > 0
-        assert report["places"][0]["seconds"] < 20
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -85,12 +148,8 @@ def test_a_fault_turns_its_own_check_red_and_names_the_fix(
     checkpoint: Path, tmp_path: Path, fault: str
 ) -> None:
     name, measured, fix = CAUGHT[fault]
-    with serving(str(checkpoint), tmp_path, dtype="bfloat16", fault=fault) as process:
-        code, report, said = asked(checkpoint, tmp_path, process.url, "--quick")
-    assert code == 1, said
-    found = results(report)
-    assert {n: r["measured"] for n, r in found.items() if r["status"] == "red"}.keys() == {name}, {
-        n: r for n, r in found.items() if r["status"] == "red"
-    }
+    with faulty(checkpoint, tmp_path, fault) as url:
+        found = found_by(checkpoint, tmp_path, url)
+    assert of_status(found, "red").keys() == {name}, of_status(found, "red")
     assert measured in found[name]["measured"]
     assert fix in found[name]["fix"]

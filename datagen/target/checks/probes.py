@@ -117,6 +117,8 @@ class Evidence:
     capture_s: float = 0.0
     rendered: dict[str, list[int] | RequestFailure] = field(default_factory=dict)
     """The server's ids of RENDERED and, with a thinking switch, of `thinking on` and `off`."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What one check computed and another needs."""
 
 
 def passage(subject: Subject, salt: int, n_tokens: int) -> list[int]:

@@ -8,13 +8,12 @@ from typing import Any
 
 from datagen.errors import ConfigError, CorruptFile
 from datagen.target.checks.probes import Evidence
-from datagen.target.checks.subject import Subject
+from datagen.target.checks.subject import EMBEDDED, Subject
 from datagen.target.checks.verdict import Finding, Skipped, ok, red
 from datagen.target.tokens import tokenizer_files_digest
 from datagen.target.weights import Checkpoint
 
 LOWEST, HIGHEST = (0, 5, 17), (0, 5, 23)  # SGLang, as the capture plugin is tested
-EMBEDDED = "datagen-embedded"
 
 
 def names_of(info: dict[str, Any], model: dict[str, Any]) -> list[str]:

@@ -155,9 +155,17 @@ def _fit(answer: Answer, scores_NV: Float, offset: int, normed: bool) -> FinalFi
     return FinalFit(offset, normed, float(np.mean(errors)), agreed, clear)
 
 
+def _kept_fit(subject: Subject, found: Evidence) -> FinalFit:
+    """As `final_fit`, computed once: it reads the whole of lm_head."""
+    if "fit" not in found.kept:
+        found.kept["fit"] = final_fit(subject, found)
+    fit: FinalFit = found.kept["fit"]
+    return fit
+
+
 def check_alignment(subject: Subject, found: Evidence) -> Finding:
     """Row t belongs to token t: its final state predicts token t + 1."""
-    fit = final_fit(subject, found)
+    fit = _kept_fit(subject, found)
     if fit.error > MOST_ERROR:
         raise Skipped("no reading of the final states explains the answer: see `final-state`")
     if fit.offset == 0:
@@ -172,7 +180,7 @@ def check_alignment(subject: Subject, found: Evidence) -> Finding:
 
 def check_final_state(subject: Subject, found: Evidence) -> Finding:
     """lm_head over the final state gives the server's own log-probabilities and greedy tokens."""
-    fit, profile = final_fit(subject, found), subject.profile
+    fit, profile = _kept_fit(subject, found), subject.profile
     expected = (
         f"{profile.final_norm}-norm states: log-probabilities within {MOST_ERROR}, the same tokens"
     )

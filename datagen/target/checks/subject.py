@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ QUICK = Effort(
     speed_tokens=12,
 )  # fmt: skip
 """For the embedded target at the start of a run: it has no ranks whose sums could be missed."""
+EMBEDDED = "datagen-embedded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,12 @@ class Subject:
     """False for a server that only generates."""
     spool_bytes: int = 1 << 30
     """Most bytes of states that a run asks for and has not stored yet."""
-    effort: Effort = field(default=FULL)
+    effort: Effort = FULL
+
+
+def usual_effort(info: dict[str, Any]) -> Effort:
+    """How much is asked at the start of a run, of a server that says `info` of itself."""
+    return QUICK if info.get("engine") == EMBEDDED else FULL
 
 
 def chunk_of(info: dict[str, Any]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from datagen.errors import EndpointDown
 from datagen.target.checks import answers, captured, served, states
 from datagen.target.checks.probes import Evidence, gather_evidence
-from datagen.target.checks.subject import Subject
+from datagen.target.checks.subject import Effort, Subject, usual_effort
 from datagen.target.checks.verdict import Finding, Result, ServerChecks, Skipped
 
 Check = Callable[[Subject, Evidence], Finding]
@@ -41,8 +42,11 @@ HOST_CHECKS = ("disk", "files")
 NAMES = (REACHABLE, *CHECKS, *HOST_CHECKS)
 
 
-async def check_server(subject: Subject) -> ServerChecks:
-    """Probe one server and judge it; a server that does not answer is a red check, not an error."""
+async def check_server(subject: Subject, effort: Effort | None = None) -> ServerChecks:
+    """Probe one server and judge it; a server that does not answer is a red check, not an error.
+
+    `effort`: None is what is usual at the start of a run.
+    """
     began = time.monotonic()
     try:
         info, model = await subject.client.server_info(), await subject.client.model_info()
@@ -50,6 +54,7 @@ async def check_server(subject: Subject) -> ServerChecks:
         down = Result(REACHABLE, "red", e.what, "an answer", e.fix)
         rest = [Result(n, "skipped", "the server does not answer", "", None) for n in CHECKS]
         return ServerChecks(subject.client.url, (down, *rest), time.monotonic() - began)
+    subject = replace(subject, effort=effort or usual_effort(info))
     found = await gather_evidence(subject, info, model)
     results = [Result(REACHABLE, "ok", subject.client.url, "an answer", None)]
     for name, check in CHECKS.items():
