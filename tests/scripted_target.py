@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from datagen.capture.spool import spool_path, write_spool
+from datagen.capture.spool import PROTOCOL, spool_path, write_spool
 from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN
 
 WIDTH = (len(BOUNDARIES) + 1) * HIDDEN
@@ -58,6 +58,7 @@ def app(spool: Path) -> web.Application:
                 {
                     "path": str(path), "rows": len(ids), "width": WIDTH, "bytes": size,
                     "boundaries": list(BOUNDARIES), "final_norm": "post", "server": "scripted 1",
+                    "protocol": PROTOCOL,
                 }
             ]  # fmt: skip
             out, finish = [5], {"type": "length", "length": 1}
@@ -69,7 +70,7 @@ def app(spool: Path) -> web.Application:
     async def info(_: web.Request) -> web.Response:
         return web.json_response(
             {
-                "version": "1", "model_path": "tiny-llama", "dtype": "bfloat16",
+                "version": "0.5.23", "model_path": "tiny-llama", "dtype": "bfloat16",
                 "context_length": CONTEXT, "max_running_requests": 64,
             }
         )  # fmt: skip

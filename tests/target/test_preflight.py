@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,13 +21,18 @@ import pytest
 from datagen.collect.proof import preflight
 from datagen.config import collect_config
 from datagen.embedded.faults import FAULTS, VARIABLE
+from datagen.errors import ConfigError
+from datagen.store.manifest import Manifest
+from datagen.target.checks.host import check_disk
 from datagen.target.checks.subject import QUICK
 from datagen.target.checks.suite import NAMES
+from datagen.target.checks.verdict import require_known
 from tests.tiny import (
     BOUNDARIES,
     free_port,
     serving,
     write_tiny_checkpoint,
+    write_tiny_mix,
     write_tiny_profile,
 )  # fmt: skip
 
@@ -106,11 +112,15 @@ def profile_of(checkpoint: Path, folder: Path, url: str, **changes: Any) -> Path
     )
 
 
-def found_by(checkpoint: Path, folder: Path, url: str, **changes: Any) -> dict[str, dict[str, Any]]:
+def found_by(
+    checkpoint: Path, folder: Path, url: str, **settings: Any
+) -> dict[str, dict[str, Any]]:
     """Every check's result by its name, from a preflight in this process."""
     config = collect_config(
-        target=str(profile_of(checkpoint, folder, url, **changes)), tokenizer=str(checkpoint),
-        runs_dir=str(folder), spool_mib=64,
+        **{
+            "target": str(profile_of(checkpoint, folder, url)), "tokenizer": str(checkpoint),
+            "runs_dir": str(folder), "spool_mib": 64, **settings,
+        }
     )  # fmt: skip
     places = asyncio.run(preflight(config, print, effort=QUICK, names=NAMES))
     return results({"places": [p.as_dict() for p in places]})
@@ -153,3 +163,66 @@ def test_a_fault_turns_its_own_check_red_and_names_the_fix(
     assert of_status(found, "red").keys() == {name}, of_status(found, "red")
     assert measured in found[name]["measured"]
     assert fix in found[name]["fix"]
+
+
+def test_a_run_starts_past_a_red_check_only_by_its_name_and_says_so(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    def collect(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLI, "collect", "--run", str(tmp_path / "run"), "--target", str(target), "--mix",
+             str(mix), "--tokenizer", str(checkpoint), *more],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    mix = write_tiny_mix(tmp_path, 3)
+    with faulty(checkpoint, tmp_path, "speculative") as url:
+        target = profile_of(checkpoint, tmp_path, url)
+        refused = collect()
+        assert refused.returncode == 1
+        assert "[no-drafter] speculative decoding is on" in refused.stderr
+        assert "--accept-risk no-drafter" in refused.stderr
+        assert not (tmp_path / "run" / "plan.arrow").exists(), "nothing is asked or planned"
+        done = collect("--accept-risk", "no-drafter")
+        assert done.returncode == 0, done.stderr
+    kept = Manifest.load(tmp_path / "run" / "manifest.json").preflight
+    assert kept["accepted_risks"] == ["no-drafter"]
+    found = results(kept)
+    assert found.keys() == set(NAMES)
+    assert found["no-drafter"]["status"] == "red"
+    assert found["disk"]["status"] == "ok"
+
+
+def test_a_risk_that_no_check_bears_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no check is named 'luck'.*boundaries"):
+        require_known(["luck"], NAMES)
+
+
+def test_a_plan_larger_than_the_disk_is_red(tmp_path: Path) -> None:
+    finding = check_disk(tmp_path / "not-yet" / "run", 1 << 60)
+    assert finding.status == "red"
+    assert "--limit" in str(finding.fix)
+    assert check_disk(tmp_path, 1).status == "ok"
+
+
+def test_states_as_json_are_checked_without_plugin_and_spool(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    with faulty(checkpoint, tmp_path, "plugin_missing") as url:
+        found = found_by(checkpoint, tmp_path, url, capture_mode="json")
+    assert not of_status(found, "red")
+    assert {"plugin", "spool", "clock"} <= of_status(found, "skipped").keys()
+    for name in ("width", "rows", "boundaries", "alignment", "final-state", "batch"):
+        assert found[name]["status"] == "ok", found[name]
+
+
+def test_rendering_that_differs_from_the_servers_is_red(checkpoint: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    shutil.copytree(checkpoint, ours)
+    path = ours / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": TEMPLATE.replace("tojson", "string")}))
+    with faulty(checkpoint, tmp_path, "") as url:
+        found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours))
+    assert of_status(found, "red").keys() == {"rendering", "tokenizer"}
+    assert "'tools' differs from token" in found["rendering"]["measured"]

@@ -28,8 +28,7 @@ class Effort:
 
 FULL = Effort()
 QUICK = Effort(
-    answer_tokens=12, batch_tokens=256, filler_tokens=64, long_tokens=544, concurrency=8,
-    speed_tokens=12,
+    answer_tokens=8, batch_tokens=96, filler_tokens=48, long_tokens=528, concurrency=4, speed_tokens=8
 )  # fmt: skip
 """For the embedded target at the start of a run: it has no ranks whose sums could be missed."""
 EMBEDDED = "datagen-embedded"
