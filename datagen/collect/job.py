@@ -39,7 +39,7 @@ from datagen.store.states import StatesSpec
 from datagen.target.checks.suite import NAMES
 from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.preflight import ServerReport, inspect_server
+from datagen.target.preflight import ServerReport, inspect_server, require_whole_prefills
 
 MAX_QUEUED_COMMITS = 512
 
@@ -122,6 +122,8 @@ class CollectJob:
                     config.capture.final_endpoint, timeouts=timeouts, api_key=config.api_key
                 )
             )
+        if final is not None:
+            require_whole_prefills(await inspect_server(final, config.profile))
         proof = await prove_servers(config, clients, renderer, final, notify)
         if stored is None:
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)

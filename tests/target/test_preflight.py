@@ -151,6 +151,14 @@ def test_a_healthy_server_is_green_on_the_command_line(checkpoint: Path, tmp_pat
         assert of_status(found, "skipped").keys() == {"disk"}
         assert not list((tmp_path / "spool").glob("*")), "no probe stays in the spool"
         assert report["places"][0]["speeds"]["generate_tokens_per_s"] > 0
+        (tmp_path / "speeds.json").write_text(done.stdout)
+    mix = write_tiny_mix(tmp_path, 3)
+    planned = subprocess.run(
+        [*CLI, "plan", str(mix), "--target", str(target), "--tokenizer", str(checkpoint), "--json",
+         "--speeds", str(tmp_path / "speeds.json")],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert json.loads(planned.stdout)["cost"]["hours"] > 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
