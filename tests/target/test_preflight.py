@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from datagen.collect.proof import preflight
@@ -23,12 +24,20 @@ from datagen.config import collect_config
 from datagen.embedded.faults import FAULTS, VARIABLE
 from datagen.errors import ConfigError
 from datagen.store.manifest import Manifest
+from datagen.target.checks.answers import check_parity
+from datagen.target.checks.captured import check_batch
 from datagen.target.checks.host import check_disk
-from datagen.target.checks.subject import QUICK
+from datagen.target.checks.probes import Answer, Attempt, Evidence
+from datagen.target.checks.served import check_version
+from datagen.target.checks.subject import QUICK, Subject
 from datagen.target.checks.suite import NAMES
 from datagen.target.checks.verdict import require_known
+from datagen.target.client import SGLangClient
+from datagen.target.profile import Profile
+from datagen.target.tokens import TemplateRenderer
 from tests.tiny import (
     BOUNDARIES,
+    HIDDEN,
     free_port,
     serving,
     write_tiny_checkpoint,
@@ -234,3 +243,77 @@ def test_rendering_that_differs_from_the_servers_is_red(checkpoint: Path, tmp_pa
         found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours))
     assert of_status(found, "red").keys() == {"rendering", "tokenizer"}
     assert "'tools' differs from token" in found["rendering"]["measured"]
+
+
+def test_mistakes_in_a_profile_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
+    with faulty(checkpoint, tmp_path, "") as url:
+        wrong = tmp_path / "wrong"
+        wrong.mkdir()
+        target = profile_of(
+            checkpoint, wrong, url,
+            vocab_size=500, stop_token_ids=[7], thinking_kwarg="enable_thinking",
+        )  # fmt: skip
+        found = found_by(checkpoint, tmp_path, url, target=str(target))
+    assert of_status(found, "red").keys() == {"dimensions", "stop-token", "thinking"}
+    assert "vocab_size 512" in found["dimensions"]["measured"]
+    assert "stop_token_ids" in found["stop-token"]["fix"]
+    assert "thinking_kwarg" in found["thinking"]["fix"]
+
+
+# -- verdicts on evidence that no fault of the embedded target gives ----------------------------
+
+
+def subject_of(checkpoint: Path) -> Subject:
+    profile = Profile.model_validate(
+        json.loads(profile_of(checkpoint, checkpoint.parent, "http://127.0.0.1:9").read_text())
+    )
+    return Subject(
+        SGLangClient("http://127.0.0.1:9"),
+        profile,
+        TemplateRenderer(checkpoint),
+        checkpoint=checkpoint,
+    )
+
+
+def evidence(**info: Any) -> Evidence:
+    return Evidence(info, {}, [5, 6, 7])
+
+
+def spooled(ids: list[int], rows: np.ndarray[Any, Any]) -> Attempt:
+    return Attempt(ids, bits=(rows.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.5.16", "red"), ("0.5.17", "ok"), ("0.5.23.post1", "ok"), ("0.6.0", "red")],
+)
+def test_versions_beyond_the_tested_ones_are_red(
+    checkpoint: Path, version: str, status: str
+) -> None:
+    assert check_version(subject_of(checkpoint), evidence(version=version)).status == status
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.005, "ok"), (0.5, "red")])
+def test_states_that_depend_on_what_is_beside_them_are_red(
+    checkpoint: Path, noise: float, status: str
+) -> None:
+    random, found = np.random.default_rng(0), evidence()
+    rows = random.standard_normal((3, 4 * HIDDEN))
+    found.captures["plain"] = spooled(found.plain_ids, rows)
+    other = spooled([1, 2], random.standard_normal((2, 4 * HIDDEN)))
+    again = spooled(found.plain_ids, rows + noise * random.standard_normal(rows.shape))
+    found.batched = [other, again]
+    finding = check_batch(subject_of(checkpoint), found)
+    assert finding.status == status, finding
+    assert finding.fix is None or "allreduce-fusion" in finding.fix
+
+
+@pytest.mark.parametrize(("gap", "status"), [(0.1, "ok"), (1.5, "red")])
+def test_another_answer_in_company_is_red_unless_it_was_a_tie(
+    checkpoint: Path, gap: float, status: str
+) -> None:
+    found = evidence()
+    top = [[(-0.1, 3), (-3.0, 4)], [(-0.5, 8), (-0.5 - gap, 9)]]
+    found.alone = Answer([3, 8], {"type": "length"}, top)
+    found.company = [Answer([3, 9], {"type": "length"}, top)]
+    assert check_parity(subject_of(checkpoint), found).status == status
