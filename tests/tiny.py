@@ -191,12 +191,20 @@ class TargetProcess:
     """A real server process that can be killed and started again on its port."""
 
     def __init__(
-        self, target: str, *, port: int, spool: Path, dtype: str, log: Path, fault: str = ""
+        self,
+        target: str,
+        *,
+        port: int,
+        spool: Path,
+        dtype: str,
+        log: Path,
+        fault: str = "",
+        threads: int = 1,
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [
             sys.executable, "-m", "datagen.cli", "serve", "--target", target, "--port", str(port),
-            "--dtype", dtype, "--spool-dir", str(spool), "--threads", "1",
+            "--dtype", dtype, "--spool-dir", str(spool), "--threads", str(threads),
         ]  # fmt: skip
         if target != "smollm2":
             self._command += ["--boundaries", ",".join(map(str, BOUNDARIES))]
@@ -232,7 +240,13 @@ class TargetProcess:
 
 @contextmanager
 def serving(
-    target: str, folder: Path, *, dtype: str = "float32", port: int | None = None, fault: str = ""
+    target: str,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    port: int | None = None,
+    fault: str = "",
+    threads: int = 1,
 ) -> Iterator[TargetProcess]:
     """A running target process, ended on exit."""
     process = TargetProcess(
@@ -242,6 +256,7 @@ def serving(
         dtype=dtype,
         log=folder / "target.log",
         fault=fault,
+        threads=threads,
     )
     process.start()
     try:

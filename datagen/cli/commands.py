@@ -83,6 +83,9 @@ def collect(
     ] = None,
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
+    # numpy reads this when it loads. On the cores of an embedded target, threads of a second BLAS that
+    # spin for each other made preflight's products 15 times dearer.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from datagen.config import collect_config
 
     config = collect_config(

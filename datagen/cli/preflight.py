@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,7 @@ def preflight(
     as_json: Annotated[bool, typer.Option("--json", help="For machines, and for plan.")] = False,
 ) -> None:
     """Prove that a server gives what the drafter will be fed; exit 1 when a check is red."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in collect
     from datagen.collect.proof import preflight as checked
     from datagen.config import collect_config
     from datagen.target.checks.subject import FULL, QUICK

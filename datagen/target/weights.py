@@ -34,7 +34,9 @@ class NoTensor(Exception):
 def as_float32(stored: NDArray[Any], dtype: str) -> Float:
     """Values of a safetensors type (BF16 as uint16 bit patterns) as float32."""
     if dtype == "BF16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        bits = np.empty(stored.shape, np.uint32)  # one pass: astype and a shift would be two
+        np.left_shift(stored, np.uint32(16), out=bits, dtype=np.uint32, casting="unsafe")
+        return bits.view(np.float32)
     if dtype == "F16" and stored.dtype == np.uint16:
         stored = stored.view(np.float16)
     return stored.astype(np.float32)
