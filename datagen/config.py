@@ -70,6 +70,8 @@ class CollectConfig(StrictModel):
     """Repeated tokens at the end of an answer from which it is a loop, and rejected; 0 allows any."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Where Prometheus may read the run's metrics, on 127.0.0.1; 0 is nowhere."""
+    accept_risk: tuple[str, ...] = ()
+    """Checks of preflight that may be red."""
     api_key: str | None = Field(default=None, repr=False)
 
     def role(self, url: str) -> Role:
@@ -125,13 +127,15 @@ def collect_config(
     api_key: str = "",
     capture_mode: str = "spool",
     final_endpoint: str = "",
+    accept_risk: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
 
     `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas, each serving
     both roles unless written `generate=URL` or `capture=URL`; empty is the profile's. `limit`,
     `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
-    is the profile's. Raises ConfigError, ProfileError.
+    is the profile's. `accept_risk`: checks that may be red, comma separated. Raises ConfigError,
+    ProfileError.
     """
     profile = load_profile(target)
     urls, only = _endpoints(endpoints or profile.endpoint)
@@ -169,6 +173,7 @@ def collect_config(
             "on_length": on_length,
             "loop_tokens": loop_tokens,
             "metrics_port": metrics_port,
+            "accept_risk": tuple(n.strip() for n in accept_risk.split(",") if n.strip()),
             "api_key": api_key or None,
         },
         CollectConfig,

@@ -62,6 +62,10 @@ class StatesFaulty(DatagenError):
     """So many captures are refused that the engine, not the rows, must be at fault."""
 
 
+class PreflightRed(DatagenError):
+    """Checks of the target are red, and their risk was not accepted by name."""
+
+
 class VerifyFailed(DatagenError):
     """A finished or partial run does not hold what its records say."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -153,6 +154,7 @@ async def serve(endpoints: str) -> None:
 
 def main() -> None:
     """Entry point of `python -m flows.serve`: one line for a known error, exit 1."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the flow runs; see `datagen collect`
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoints", default="", help="of the target, comma separated")
     try:

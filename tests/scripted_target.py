@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from datagen.capture.spool import spool_path, write_spool
+from datagen.capture.spool import PROTOCOL, spool_path, write_spool
 from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN, free_port
 
 WIDTH = (len(BOUNDARIES) + 1) * HIDDEN
@@ -73,6 +73,7 @@ def app(spool: Path, spoil: str = "") -> web.Application:
                 {
                     "path": str(path), "rows": len(ids), "width": WIDTH, "bytes": size,
                     "boundaries": list(BOUNDARIES), "final_norm": "post", "server": "scripted 1",
+                    "protocol": PROTOCOL,
                 }
             ]  # fmt: skip
             out, finish = [5], {"type": "length", "length": 1}
@@ -84,7 +85,7 @@ def app(spool: Path, spoil: str = "") -> web.Application:
     async def info(_: web.Request) -> web.Response:
         return web.json_response(
             {
-                "version": "1", "model_path": "tiny-llama", "dtype": "bfloat16",
+                "version": "0.5.23", "model_path": "tiny-llama", "dtype": "bfloat16",
                 "context_length": CONTEXT, "max_running_requests": 64,
             }
         )  # fmt: skip

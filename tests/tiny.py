@@ -199,22 +199,26 @@ class TargetProcess:
         dtype: str,
         log: Path,
         more: tuple[str, ...] = (),
+        fault: str = "",
+        threads: int = 1,
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [
             sys.executable, "-m", "datagen.cli", "serve", "--target", target, "--port", str(port),
-            "--dtype", dtype, "--spool-dir", str(spool), "--threads", "1", *more,
+            "--dtype", dtype, "--spool-dir", str(spool), "--threads", str(threads), *more,
         ]  # fmt: skip
         if target != "smollm2":
             self._command += ["--boundaries", ",".join(map(str, BOUNDARIES))]
         self._log = log
+        self._environment = {**os.environ, "DATAGEN_EMBEDDED_FAULT": fault}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=self._environment,
+            )  # fmt: skip
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -244,6 +248,8 @@ def serving(
     port: int | None = None,
     name: str = "target",
     more: tuple[str, ...] = (),
+    fault: str = "",
+    threads: int = 1,
 ) -> Iterator[TargetProcess]:
     """A running target process, ended on exit. `name`: of its log; `more`: further arguments."""
     process = TargetProcess(
@@ -253,6 +259,8 @@ def serving(
         dtype=dtype,
         log=folder / f"{name}.log",
         more=more,
+        fault=fault,
+        threads=threads,
     )
     process.start()
     try:

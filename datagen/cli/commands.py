@@ -91,8 +91,14 @@ def collect(
     final_endpoint: Annotated[
         str, typer.Option(help="json: a second server that hands over the final state.")
     ] = "",
+    accept_risk: Annotated[
+        list[str] | None, typer.Option(help="A preflight check that may be red; repeatable.")
+    ] = None,
 ) -> None:
     """Collect a run without Prefect: plan, responses, hidden states, manifest. Resumes itself."""
+    # numpy reads this when it loads. On the cores of an embedded target, threads of a second BLAS that
+    # spin for each other made preflight's products 15 times dearer.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from datagen.config import collect_config
 
     config = collect_config(
@@ -103,6 +109,7 @@ def collect(
         patience_s=patience_s, api_key=api_key, max_concurrency=max_concurrency,
         row_timeout_s=row_timeout_s, on_length=on_length, loop_tokens=loop_tokens,
         metrics_port=metrics_port, capture_mode=capture_mode, final_endpoint=final_endpoint,
+        accept_risk=",".join(accept_risk or ()),
     )  # fmt: skip
     import uvloop
 

@@ -26,6 +26,9 @@ def plan(
     answer_tokens: Annotated[float, typer.Option(help="Expected mean answer; 0: 800.")] = 0,
     generate_tps: Annotated[float, typer.Option(help="Generated tokens/s of one server.")] = 0,
     prefill_tps: Annotated[float, typer.Option(help="Prefilled tokens/s of one server.")] = 0,
+    speeds: Annotated[
+        str, typer.Option(help="File of `datagen preflight --json`: takes both from there.")
+    ] = "",
     servers: Annotated[int, typer.Option(help="Servers working together.")] = 1,
     gpus: Annotated[int, typer.Option(help="GPUs of one server.")] = 8,
     runs_dir: Annotated[str, typer.Option(help="Where the run would be written.")] = "runs",
@@ -42,6 +45,8 @@ def plan(
     from datagen.target.tokens import TemplateRenderer
 
     profile = load_profile(target)
+    if speeds:
+        generate_tps, prefill_tps = _measured(Path(speeds))
     source = tokenizer or (str(ensure_checkpoint()) if profile.embedded else "")
     ratio = RatioCounter()
     counter = (
@@ -85,6 +90,25 @@ def plan(
         out.print_json(json.dumps({**estimate.as_dict(), "report": report, "disk": disk}))
     else:
         _print(estimate, result.report, room)
+
+
+def _measured(path: Path) -> tuple[float, float]:
+    """Tokens/s of the slowest server that a preflight measured. Raises ConfigError."""
+    from datagen.errors import ConfigError
+
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["places"]
+        found = [p["speeds"] for p in places if p["speeds"]]
+        return (
+            min(float(s["generate_tokens_per_s"]) for s in found),
+            min(float(s["prefill_tokens_per_s"]) for s in found),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(
+            f"no speeds can be read: {e}",
+            where=path,
+            fix="write the file with `datagen preflight --json`, from a server that answers",
+        ) from e
 
 
 def _print(estimate: PlanEstimate, report: PlanReport, room: DiskCheck) -> None:

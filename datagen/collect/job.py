@@ -28,6 +28,7 @@ from datagen.collect.opening import (
     states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
+from datagen.collect.proof import proof_record, prove_host, prove_servers
 from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
@@ -44,17 +45,13 @@ from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest, build_manifest
 from datagen.store.partition import PartitionStore, PartitionSummary
 from datagen.store.plan import Plan
+from datagen.target.checks.suite import NAMES
+from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.preflight import (
-    ServerReport,
-    inspect_server,
-    prove_capture,
-    require_whole_prefills,
-)
+from datagen.target.preflight import ServerReport, inspect_server, require_whole_prefills
 
 MAX_QUEUED_COMMITS = 512
 REFIT_SAMPLES = 8
-PROBE = "Write three sentences about the sea, then count to ten."
 
 
 @dataclass(slots=True)
@@ -68,7 +65,7 @@ class CollectJob:
     servers: list[ServerReport]
     progress: Progress
     notify: Notify
-    probe_tokens: int = 0
+    preflight: dict[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     _shop: Workshop | None = None
     _encoder: Encoder | None = None
@@ -137,9 +134,10 @@ class CollectJob:
             )
             for url in config.endpoints
         ]
-        servers = [await inspect_server(c, config.profile) for c in clients]
+        require_known(config.accept_risk, NAMES)
+        any_model = "served-model" in config.accept_risk
+        servers = [await inspect_server(c, config.profile, any_model=any_model) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
-        probe_ids = renderer.render([{"role": "user", "content": PROBE}], None, None)
         specs = server_specs(config, clients, servers)
         ensure_descriptors(sum(s.limit or 0 for s in specs))
         final = None
@@ -149,19 +147,15 @@ class CollectJob:
                     config.capture.final_endpoint, timeouts=timeouts, api_key=config.api_key
                 )
             )
-        if config.capture.mode == "json":
-            last = [await inspect_server(final, config.profile)] if final else []
-            for report in [*servers, *last]:
-                require_whole_prefills(report)
-        for client in (c for c in clients if config.role(c.url) & Role.CAPTURE):
-            await prove_capture(
-                client, config.profile, probe_ids, mode=config.capture.mode, final=final
-            )
-            notify(f"{client.url}: capture proven on {len(probe_ids)} tokens")
+        if final is not None:
+            require_whole_prefills(await inspect_server(final, config.profile))
+        capturing = [c for c in clients if config.role(c.url) & Role.CAPTURE]
+        proof = await prove_servers(config, capturing, renderer, final, notify)
         if stored is None:
             assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
+        proof.append(prove_host(config, layout, plan, notify))
         fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)
         if stored is None:
             write_atomic(layout.run_yaml, run_yaml(config))
@@ -174,8 +168,8 @@ class CollectJob:
         encoders = EncodePool()
         stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
-        job.probe_tokens = len(probe_ids)
         job._encoder = Encoder(states_spec(config), refit_after=REFIT_SAMPLES)
+        job.preflight = proof_record(config, proof)
         job._shop = Workshop(
             config=config,
             renderer=renderer,
@@ -270,7 +264,7 @@ class CollectJob:
                     where=self.layout.root,
                     fix="run the collect again",
                 )
-            header = manifest_header(self.config, self.fingerprint, self.servers, self.probe_tokens)
+            header = manifest_header(self.config, self.fingerprint, self.servers, self.preflight)
             self.manifest = await asyncio.to_thread(build_manifest, self.layout, self.plan, header)
         return self.manifest
 

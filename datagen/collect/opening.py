@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -128,7 +129,10 @@ def states_spec(config: CollectConfig) -> StatesSpec:
 
 
 def manifest_header(
-    config: CollectConfig, fingerprint: Fingerprint, servers: list[ServerReport], probe_tokens: int
+    config: CollectConfig,
+    fingerprint: Fingerprint,
+    servers: list[ServerReport],
+    preflight: dict[str, Any],
 ) -> ManifestHeader:
     """What the job knows and the partitions do not."""
     profile = config.profile
@@ -147,5 +151,5 @@ def manifest_header(
             codec=config.codec,
         ),
         servers=[s.as_dict() for s in servers],
-        preflight={"capture_proven_on_tokens": probe_tokens},
+        preflight=preflight,
     )

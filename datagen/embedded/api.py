@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from datagen.embedded.chat import ChatTemplate, completion, native_body
 from datagen.embedded.engine import Engine
 from datagen.embedded.requests import BadRequest, Request, parse_generate
 from datagen.embedded.sampling import SamplingParams
@@ -23,8 +24,16 @@ HEALTH_TIMEOUT_S = 20.0
 class Server:
     """Routes and bookkeeping around one engine."""
 
-    def __init__(self, engine: Engine, *, info: dict[str, Any], model_info: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        info: dict[str, Any],
+        model_info: dict[str, Any],
+        template: ChatTemplate | None = None,
+    ) -> None:
         self._engine, self._info, self._model_info = engine, info, model_info
+        self._template = template
         self._in_flight: dict[str, asyncio.Future[Request]] = {}
 
     def app(self) -> web.Application:
@@ -39,6 +48,7 @@ class Server:
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, self.model_info)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_route("*", "/flush_cache", self.flush_cache)
         return app
@@ -104,17 +114,33 @@ class Server:
 
     async def generate(self, http: web.Request) -> web.Response:
         """Answer one request or a batch; a client that goes away aborts its requests."""
-        requests, batch = parse_generate(
-            await _body(http),
+        requests, batch = self._parsed(await _body(http))
+        done = await self._run(requests)
+        answers = [self._answer(r) for r in done]
+        return _json(answers if batch else answers[0])
+
+    async def chat(self, http: web.Request) -> web.Response:
+        """Answer one conversation, rendered by the checkpoint's own template."""
+        body = await _body(http)
+        asked = self._chat_request(body)
+        requests, _ = self._parsed(asked)
+        (done,) = await self._run(requests)
+        return _json(completion(self._answer(done), asked["input_ids"], body))
+
+    def _chat_request(self, body: Any) -> dict[str, Any]:
+        if self._template is None:
+            raise BadRequest("This server has no chat template.")
+        return native_body(body, self._template)
+
+    def _parsed(self, body: Any) -> tuple[list[Request], bool]:
+        return parse_generate(
+            body,
             encode=lambda text: self._engine.tokenizer.encode(text).ids,
             context_length=self._engine.context_length,
             vocab_size=self._engine.model.config.vocab_size,
             can_capture=self._engine.spool is not None,
             now=time.monotonic(),
         )
-        done = await self._run(requests)
-        answers = [self._answer(r) for r in done]
-        return _json(answers if batch else answers[0])
 
     async def _run(self, requests: list[Request]) -> list[Request]:
         """Have the engine finish them; gives them up when cancelled. Raises BadRequest."""

@@ -140,7 +140,8 @@ class Llama:
                 cache.length += n
         final_NH = self._rms(x_NH, self._norm_H)
         ends = torch.tensor(lengths).cumsum(0) - 1
-        rows_NW = None if boundaries is None else torch.cat([*kept, final_NH], dim=-1)
+        last_NH = self.final_of_rows(x_NH, final_NH)
+        rows_NW = None if boundaries is None else torch.cat([*kept, last_NH], dim=-1)
         return Prefilled(final_NH[ends], rows_NW)
 
     @torch.inference_mode()
@@ -184,6 +185,10 @@ class Llama:
         for cache in caches:
             cache.length += 1
         return self.logits(self._rms(x_BH, self._norm_H))[:n]
+
+    def final_of_rows(self, stream_NH: Tensor, final_NH: Tensor) -> Tensor:  # noqa: ARG002
+        """The final state of captured rows, [N, H]: after the final norm."""
+        return final_NH
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from datagen.capture.spool import default_spool
 from datagen.embedded.api import Server
-from datagen.embedded.capture import SpoolWriter
+from datagen.embedded.chat import ChatTemplate
 from datagen.embedded.engine import Engine
-from datagen.embedded.model import Llama
+from datagen.embedded.faults import VARIABLE, Parts
 from datagen.embedded.speculate import Speculator
 from datagen.embedded.weights import MODEL_NAME, ensure_checkpoint
 from datagen.errors import ConfigError
@@ -61,7 +61,10 @@ def serve(
             raise ConfigError(
                 "a checkpoint directory needs boundaries", where=target, fix="set --boundaries"
             )
-    model = Llama.load(directory, dtype)
+    parts = Parts(os.environ.get(VARIABLE, ""))
+    if parts.fault:
+        log.critical("this server is wrong on purpose: %s=%s", VARIABLE, parts.fault)
+    model = parts.model.load(directory, dtype)
     if not 0 <= min(boundaries) <= max(boundaries) < model.config.num_layers:
         raise ConfigError(
             f"boundaries {list(boundaries)} lie outside 0..{model.config.num_layers - 1}",
@@ -71,16 +74,18 @@ def serve(
         Speculator.load(drafter, model, tuple(boundaries), steps=draft_steps) if drafter else None
     )
     spool_dir = spool_dir or Path(os.environ.get("DATAGEN_CAPTURE_DIR") or default_spool(port))
-    spool = SpoolWriter(
+    spool = parts.spool(
         spool_dir,
         boundaries=boundaries,
         hidden=model.config.hidden_size,
         server=f"{ENGINE} {VERSION}",
+        limits=parts.limits,
     )
     context = min(context_length or model.config.context_length, model.config.context_length)
-    engine = Engine(
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    engine = parts.engine(
         model,
-        Tokenizer.from_file(str(directory / "tokenizer.json")),
+        tokenizer,
         max_running=max_running_requests,
         context_length=context,
         spool=spool,
@@ -122,9 +127,15 @@ def serve(
         "model_type": model.config.model_type,
         "architectures": [model.config.architecture],
     }
+    server = parts.server(
+        engine,
+        info=parts.said(info),
+        model_info=parts.said(model_info),
+        template=ChatTemplate.found(directory, tokenizer),
+    )
     engine.start()
     try:
-        asyncio.run(_listen(engine, Server(engine, info=info, model_info=model_info), host, port))
+        asyncio.run(_listen(engine, server, host, port))
     finally:
         engine.stop()
         spool.close()

@@ -48,6 +48,10 @@ class Capture:
     final_norm: str
     server: str
     next_token: int
+    protocol: int = 0
+    """The version of request, answer and file that the plugin speaks; see capture/spool.py."""
+    self_test: str = ""
+    """What the plugin proved about its boundaries inside the engine; begins with passed, pending, none."""
 
 
 def generation_of(answer: dict[str, Any]) -> Generation:
@@ -104,6 +108,8 @@ def capture_of(answer: dict[str, Any]) -> Capture:
             final_norm=str(note["final_norm"]),
             server=str(note["server"]),
             next_token=int(answer["output_ids"][0]),
+            protocol=int(note.get("protocol") or 0),
+            self_test=str(note.get("self_test") or ""),
         )
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise RowFailure("capture_malformed", f"{type(e).__name__}: {e}") from e

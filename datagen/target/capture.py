@@ -23,9 +23,16 @@ WRONG_WIDTH_FIX = (
 
 
 async def take_capture(
-    capture: Capture, input_ids: Sequence[int], rid: str, profile: Profile
+    capture: Capture,
+    input_ids: Sequence[int],
+    rid: str,
+    profile: Profile,
+    *,
+    patience_s: float = FILE_PATIENCE_S,
 ) -> SpoolFile:
     """The verified spool file of `capture`; the caller discards it once its rows are stored.
+
+    Waits at most `patience_s` for it.
 
     Raises CaptureUnproven when the engine captures something else than the profile says (the run
     must stop), RowFailure when this one file is torn, late or of another request (try again).
@@ -34,7 +41,7 @@ async def take_capture(
     path = capture.path
     if path.name != spool_path(path.parent, rid).name:
         raise RowFailure("capture_malformed", f"{path} is not the spool file of request {rid}")
-    spooled = await _published(path)
+    spooled = await _published(path, patience_s)
     require_profile(spooled.width, spooled.boundaries, spooled.final_norm, profile)
     if spooled.dtype != profile.capture_dtype:
         raise CaptureUnproven(
@@ -51,11 +58,11 @@ async def take_capture(
     return spooled
 
 
-async def _published(path: Path) -> SpoolFile:
+async def _published(path: Path, patience_s: float) -> SpoolFile:
     """Poll for the file (it appears whole, soon after the answer) or for its error note."""
     note = path.with_name(path.name + ".err")
     loop = asyncio.get_running_loop()
-    deadline, pause = loop.time() + FILE_PATIENCE_S, 0.002
+    deadline, pause = loop.time() + patience_s, 0.002
     while True:
         try:
             return read_spool(path)
@@ -74,7 +81,7 @@ async def _published(path: Path) -> SpoolFile:
         if loop.time() > deadline:
             raise RowFailure(
                 "capture_absent",
-                f"{path} did not appear in {FILE_PATIENCE_S:.0f} s: is the spool on this host?",
+                f"{path} did not appear in {patience_s:.0f} s: is the spool on this host?",
             )
         await asyncio.sleep(pause)
         pause = min(pause * 2, 0.1)

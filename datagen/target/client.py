@@ -220,6 +220,18 @@ class SGLangClient:
             raise RowFailure("capture_malformed", f"hidden_states of shape {states_TW.shape}")
         return states_TW
 
+    async def native(self, body: dict[str, Any], *, rid: str) -> dict[str, Any]:
+        """One `/generate` call with fields of one's own; the answer as it came. Raises as `generate`."""
+        return await self._row({"rid": rid, **body}, rid)
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One `/v1/chat/completions` call; the answer as it came. Raises as `generate`."""
+        async with asyncio.timeout(self.timeouts.row):
+            answer = await self._request("POST", "/v1/chat/completions", body)
+        if not isinstance(answer, dict):
+            raise RowFailure("malformed_answer", repr(answer)[:200])
+        return answer
+
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
         try:

@@ -1,17 +1,13 @@
-"""Proof before volume: what a server serves and captures, shown on a probe before any row is spent."""
+"""What a server says of itself: its identity, its limits, the arguments that matter."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from datagen.errors import CaptureUnproven, WrongTarget
 from datagen.target.client import SGLangClient
-from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
 from datagen.target.profile import Profile
-from datagen.target.states import Mode, capture_rows
 
 ARGUMENTS = (
     "tp_size", "dp_size", "chunked_prefill_size", "disable_radix_cache", "speculative_algorithm",
@@ -46,8 +42,10 @@ class ServerReport:
         return asdict(self)
 
 
-async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport:
-    """Who answers at this address. Raises EndpointDown, WrongTarget."""
+async def inspect_server(
+    client: SGLangClient, profile: Profile, *, any_model: bool = False
+) -> ServerReport:
+    """Who answers at this address. Raises EndpointDown, and WrongTarget unless `any_model`."""
     info = await client.server_info()
     model = await client.model_info()
     names = [
@@ -55,7 +53,7 @@ async def inspect_server(client: SGLangClient, profile: Profile) -> ServerReport
         for n in (model.get("model_path"), info.get("model_path"), info.get("served_model_name"))
         if n
     ]
-    if not profile.serves(*names):
+    if not any_model and not profile.serves(*names):
         raise WrongTarget(
             f"the server serves {names[0] if names else 'an unnamed model'}, the target is {profile.model}",
             where=client.url,
@@ -91,43 +89,3 @@ def require_whole_prefills(report: ServerReport) -> None:
             where=report.url,
             fix="start it with --chunked-prefill-size -1, or capture through the spool",
         )
-
-
-async def prove_capture(
-    client: SGLangClient,
-    profile: Profile,
-    probe_ids: Sequence[int],
-    *,
-    mode: Mode = "spool",
-    final: SGLangClient | None = None,
-) -> None:
-    """Capture one probe and check it against the profile: width, boundaries, norm, rows, values.
-
-    Raises CaptureUnproven, naming the flag to change.
-    """
-    rid = f"preflight-{uuid.uuid4().hex}"
-    try:
-        captured = await capture_rows(client, probe_ids, rid, profile, mode=mode, final=final)
-    except RowFailure as e:
-        raise CaptureUnproven(
-            f"the probe capture failed: {e}",
-            where=client.url,
-            fix="start the server with the capture plugin, DATAGEN_CAPTURE_DIR and "
-            "DATAGEN_CAPTURE_BOUNDARIES set, on this host (`datagen launch --role capture`)"
-            if mode == "spool"
-            else "start the server with --enable-return-hidden-states",
-        ) from e
-    except (CapacityFailure, EndpointFailure) as e:
-        raise CaptureUnproven(
-            f"the server failed on the probe: {e}", where=client.url, fix="see the server's log"
-        ) from e
-    captured.discard()  # the rows stay mapped
-    bits_TLH = captured.rows.reshape(len(probe_ids), -1, profile.hidden_size)
-    for index, name in enumerate([*map(str, profile.boundaries), "final"]):
-        bits_TH = bits_TLH[:, index]
-        if not (bits_TH & 0x7FFF).any() or (bits_TH == bits_TH[:1]).all():
-            raise CaptureUnproven(
-                f"boundary {name} is constant or all zero on the probe",
-                where=client.url,
-                fix="the engine hands over an unset buffer: update it, or disable prefill graphs",
-            )

@@ -101,11 +101,19 @@ class TemplateRenderer:
         return text
 
     def _identity(self, source: Path) -> str:
-        sha = hashlib.sha256()
-        files = [source / name for name in IDENTITY_FILES if (source / name).is_file()]
-        for path in files:
-            sha.update(path.name.encode() + b"\0" + path.read_bytes())
-        if not files:
-            vocabulary = sorted(self._tokenizer.get_vocab().items())
-            sha.update(repr((vocabulary, self._tokenizer.chat_template)).encode())
-        return sha.hexdigest()
+        found = tokenizer_files_digest(source)
+        if found is not None:
+            return found
+        vocabulary = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.sha256(
+            repr((vocabulary, self._tokenizer.chat_template)).encode()
+        ).hexdigest()
+
+
+def tokenizer_files_digest(directory: Path) -> str | None:
+    """sha256 over the names and bytes of a directory's tokenizer files; None when it has none."""
+    sha = hashlib.sha256()
+    files = [directory / name for name in IDENTITY_FILES if (directory / name).is_file()]
+    for path in files:
+        sha.update(path.name.encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest() if files else None

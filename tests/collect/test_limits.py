@@ -16,6 +16,7 @@ from tests.collect.harness import CLI, Bench, environment
 from tests.tiny import free_port, write_tiny_mix
 
 MIB = 1 << 20
+RANDOM_STATES = ("--accept-risk", "boundaries")  # the scripted target draws them
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def resident_while_collecting(bench: Bench, prompts: int) -> list[int]:
     mix = write_tiny_mix(folder, prompts)
     with open(folder / "log", "ab") as log:
         process = subprocess.Popen(
-            bench.command(root.name, "--mix", str(mix), "--partition-prompts", "50"),
+            bench.command(
+                root.name, "--mix", str(mix), "--partition-prompts", "50", *RANDOM_STATES
+            ),
             stdout=log, stderr=log, env=environment(bench.folder),
         )  # fmt: skip
     samples: list[int] = []
@@ -78,7 +81,12 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(bench: Bench) -> None:
     if mounted.returncode:
         pytest.skip(f"no small file system can be mounted: {mounted.stderr.strip()}")
     try:
-        done = bench.collect("small/run")
+        warned = bench.collect("small/run", *RANDOM_STATES)
+        assert warned.returncode == 1, warned.stderr
+        assert "[disk]" in warned.stderr
+        assert "make room" in warned.stderr
+        risks = (*RANDOM_STATES, "--accept-risk", "disk")
+        done = bench.collect("small/run", *risks)
         assert done.returncode == 1, done.stderr
         lines = [line for line in done.stderr.splitlines() if line.startswith("datagen: error")]
         assert len(lines) == 1, done.stderr
@@ -86,7 +94,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(bench: Bench) -> None:
         assert str(small) in lines[0]
         kept = run_status(small / "run").collected
         subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
-        again = bench.collect("small/run")
+        again = bench.collect("small/run", *risks)
         assert again.returncode == 0, again.stderr
         assert run_status(small / "run").collected > kept
         assert subprocess.run([*CLI, "verify", str(small / "run")], check=False).returncode == 0

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from datagen.capture.spool import PROTOCOL, discard, read_spool, spool_path
+from datagen.embedded.weights import ensure_checkpoint
+from datagen.target.checks.probes import RENDERED
 from datagen.target.profile import Profile
+from datagen.target.tokens import TemplateRenderer
 from tests.sglang.asking import capture, conversations, generate, post
 from tests.sglang.conftest import CHUNK, Target
 
@@ -123,6 +126,30 @@ def test_the_server_says_what_it_serves(target: Target, profile: Profile) -> Non
     assert info["speculative_algorithm"] is None
     assert len(info["internal_states"]) == 1
     assert profile.serves(str(model["model_path"]))
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_chat_tells_the_ids_it_was_rendered_to(target: Target, name: str) -> None:
+    messages, tools, _ = RENDERED[name]
+    body: dict[str, Any] = {
+        "model": "smollm2", "messages": messages, "max_tokens": 3, "temperature": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    if tools:
+        body["tools"] = tools
+    status, answer = post(target.url, "/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    renderer = TemplateRenderer(ensure_checkpoint())
+    assert choice["prompt_token_ids"] == renderer.render(messages, tools, None)
+    assert len(choice["response_token_ids"]) == 3
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"])
+    native = generate(
+        target.url, choice["prompt_token_ids"], sampling_params={"max_new_tokens": 3}
+    )[1]
+    assert native["output_ids"] == choice["response_token_ids"]
 
 
 # -- captures -------------------------------------------------------------------------------------------

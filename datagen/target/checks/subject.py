@@ -1,0 +1,61 @@
+"""What is checked, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datagen.target.client import SGLangClient
+from datagen.target.profile import Profile
+from datagen.target.states import Mode
+from datagen.target.tokens import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Sizes of the probes, in tokens and requests."""
+
+    answer_tokens: int = 16
+    batch_tokens: int = 2304
+    """Tokens prefilled beside the one prompt that is compared; all-reduce fusion begins at 2,048."""
+    filler_tokens: int = 384
+    long_tokens: int = 640
+    """Of a prompt meant to be cut in pieces, where the server does not say its chunk."""
+    concurrency: int = 32
+    speed_tokens: int = 32
+
+
+FULL = Effort()
+QUICK = Effort(
+    answer_tokens=8, batch_tokens=96, filler_tokens=48, long_tokens=528, concurrency=4, speed_tokens=8
+)  # fmt: skip
+"""For the embedded target at the start of a run: it has no ranks whose sums could be missed."""
+EMBEDDED = "datagen-embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One server under test. `checkpoint`: its weights, where they lie on this machine."""
+
+    client: SGLangClient
+    profile: Profile
+    renderer: Renderer
+    mode: Mode = "spool"
+    final: SGLangClient | None = None
+    checkpoint: Path | None = None
+    captures: bool = True
+    """False for a server that only generates."""
+    spool_bytes: int = 1 << 30
+    """Most bytes of states that a run asks for and has not stored yet."""
+    effort: Effort = FULL
+
+
+def usual_effort(info: dict[str, Any]) -> Effort:
+    """How much is asked at the start of a run, of a server that says `info` of itself."""
+    return QUICK if info.get("engine") == EMBEDDED else FULL
+
+
+def chunk_of(info: dict[str, Any]) -> int:
+    """Tokens a server prefills at once, by its own word; 0 when it says that it does not cut."""
+    return max(int(info.get("chunked_prefill_size") or 0), 0)
