@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -44,6 +44,8 @@ async def datagen(
     on_length: OnLength = "keep",
     loop_tokens: NonNegativeInt = 256,
     metrics_port: NonNegativeInt = 0,
+    capture_mode: Literal["spool", "json"] = "spool",
+    final_endpoint: str = "",
     accept_risk: str = "",
 ) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
@@ -73,6 +75,8 @@ async def datagen(
         on_length: Answers cut at their limit are kept, rejected, or asked for longer.
         loop_tokens: Repeated tokens at an answer's end that make it a loop; 0 allows any.
         metrics_port: Where Prometheus may read, on 127.0.0.1; 0 is nowhere.
+        capture_mode: How hidden states travel: through the spool, or as json for small runs.
+        final_endpoint: With json, a second server that hands over the final state.
         accept_risk: Preflight checks that may be red, comma separated.
     """
     log = flow_logger()
@@ -84,7 +88,7 @@ async def datagen(
             shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
             patience_s=patience_s, max_concurrency=max_concurrency, row_timeout_s=row_timeout_s,
             on_length=on_length, loop_tokens=loop_tokens, metrics_port=metrics_port,
-            accept_risk=accept_risk,
+            capture_mode=capture_mode, final_endpoint=final_endpoint, accept_risk=accept_risk,
         )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)

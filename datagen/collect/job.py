@@ -33,7 +33,6 @@ from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
-from datagen.fanout.rows import Role
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.encoder import Encoder
@@ -149,8 +148,7 @@ class CollectJob:
             )
         if final is not None:
             require_whole_prefills(await inspect_server(final, config.profile))
-        capturing = [c for c in clients if config.role(c.url) & Role.CAPTURE]
-        proof = await prove_servers(config, capturing, renderer, final, notify)
+        proof = await prove_servers(config, clients, renderer, final, notify)
         if stored is None:
             assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)

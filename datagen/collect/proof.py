@@ -15,6 +15,7 @@ from datagen.collect.opening import load_renderer
 from datagen.config import MIB, CollectConfig
 from datagen.embedded.weights import ensure_checkpoint
 from datagen.errors import EndpointDown
+from datagen.fanout.rows import Role
 from datagen.prompts.estimate import CODEC_RATIOS, USUAL_ANSWER_TOKENS
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
@@ -154,6 +155,7 @@ async def _checked(
         final=final,
         checkpoint=await _checkpoint(config, client),
         spool_bytes=config.spool_mib * MIB,
+        captures=bool(config.role(client.url) & Role.CAPTURE),
     )
     return await check_server(subject, effort)
 
