@@ -70,6 +70,7 @@ class Bench:
         given = {
             "run": str(self.folder / run), "mix": str(self.mix), "target": str(self.profile),
             "tokenizer": str(self.checkpoint), "partition_prompts": 5,
+            "accept_risk": "boundaries",  # the scripted target draws its states
         }  # fmt: skip
         async with CollectJob.open(collect_config(**(given | settings)), print) as job:
             return await job.collect_all()

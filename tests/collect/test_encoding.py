@@ -171,6 +171,7 @@ async def test_slow_encoding_holds_back_captures_not_answers(
     monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
     gate = Gate(monkeypatch)
     config = collect_config(
+        accept_risk="boundaries",  # the scripted target draws its states
         run=str(bench.folder / "held"), mix=str(bench.mix), target=str(bench.profile),
         tokenizer=str(bench.checkpoint), partition_prompts=200, spool_mib=1,
     )  # fmt: skip
