@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, DatagenError
-from datagen.store.arrow_part import sha256_of
+from datagen.store.arrow_part import examine_sealed, sha256_of
 from datagen.store.findings import Fault, Findings, relative_to
 from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
 from datagen.store.journal import Kind, read_journal
@@ -179,6 +179,14 @@ class PartitionCheck:
         size = self._check_sha256(path, file.sha256)
         if size is not None and size != file.n_bytes:
             self._fault(path, None, f"{size} bytes, the seal states {file.n_bytes}")
+        if size is not None and (file.row_ends or file.row_xxh3):
+            try:
+                found = examine_sealed(path)
+            except CorruptFile as e:
+                self._fault(path, None, e.what)
+                return
+            if (found.row_ends, found.row_xxh3) != (file.row_ends, file.row_xxh3):
+                self._fault(self._layout.summary, None, f"{file.name}: its rows are not as stated")
 
     def _check_sha256(self, path: Path, sha256: str) -> int | None:
         """The file's size; None when it is gone."""
