@@ -26,6 +26,7 @@ from datagen.errors import ServiceFailed
 START_S = 180.0
 STOP_S = 35.0  # a flow has 30 s to flush
 ORPHANS_STOP_S = 10.0
+PORT_FREED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +242,14 @@ def _refuse_foreign(service: Service) -> None:
     if " " in service.address:
         return  # listens nowhere
     url = urlsplit(service.address)
-    if url.port is None or not _listens(url.hostname or "127.0.0.1", url.port):
+    host, port = url.hostname or "127.0.0.1", url.port
+    # a process just killed may close its port a moment after its lock
+    if port is None or _within(PORT_FREED_S, lambda: not _listens(host, port)):
         return
     flag = "PREFECT_PORT" if service.name == "server" else "TARGET_PORT"
     raise ServiceFailed(
-        f"port {url.port} is taken by {_who(service.address)}",
-        fix=f"stop it, or choose another port: {flag}={url.port + 1}",
+        f"port {port} is taken by {_who(service.address)}",
+        fix=f"stop it, or choose another port: {flag}={port + 1}",
     )
 
 

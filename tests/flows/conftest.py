@@ -110,7 +110,7 @@ class Prefect:
     def flow_runs(self, run: Path) -> list[dict[str, Any]]:
         """Flow runs of a run directory, the latest first."""
         runs = self.find("flow_runs", sort="EXPECTED_START_TIME_DESC")
-        return [r for r in runs if r["parameters"]["run"] == str(run)]
+        return [r for r in runs if r["parameters"].get("run") == str(run)]
 
     def task_runs(self, flow_run: dict[str, Any]) -> list[dict[str, Any]]:
         return self.find("task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}})
