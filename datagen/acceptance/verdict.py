@@ -12,6 +12,10 @@ from datagen.acceptance.metrics import Interval
 Answer = Literal["pays", "does not pay", "undecided", "unknown"]
 
 
+IMPLAUSIBLE = 0.9
+"""A verify cycle reads what a plain step reads, and more: below this share of it something else differs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The answer, the sentence, and what to do next."""
@@ -38,6 +42,8 @@ def judged(
             "that pays depends on the server.",
             "Measure a server (--live and --baseline-url), or give --baseline and --cycle-ms.",
         )
+    if measured is not None and cycle_ms < IMPLAUSIBLE * 1000 / baseline:
+        return _unbelievable(found, measured)
     needed = required_accept_len(baseline, cycle_ms)
     low, high = found.low or found.value, found.high or found.value
     if measured is not None:
@@ -61,6 +67,17 @@ def judged(
         f"{cycle_ms:.1f} ms a cycle, {rates}."
     )
     return Verdict(answer, sentence, _next(answer, found, needed, steps))
+
+
+def _unbelievable(found: Interval, measured: Speed) -> Verdict:
+    step_ms = 1000 / measured.baseline_tokens_per_s
+    return Verdict(
+        "undecided",
+        f"This sitting cannot be believed: a verify cycle took {measured.cycle_ms:.1f} ms, a plain step "
+        f"of the baseline {step_ms:.1f} ms, so the baseline is slow for another reason than the missing "
+        f"drafter (accept_len is {found}).",
+        "Start both servers with the same arguments on an idle machine, and measure again.",
+    )
 
 
 def _next(answer: Answer, found: Interval, needed: float, steps: int) -> str:

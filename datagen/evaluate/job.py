@@ -216,7 +216,9 @@ class _Job:
                 port = free_port()
                 command = [
                     sys.executable, "-m", "datagen.cli", "serve", "--port", str(port),
-                    "--spool-dir", f"{folder}/{name}", "--dtype", config.live_dtype, *arguments,
+                    "--spool-dir", f"{folder}/{name}", "--dtype", config.live_dtype,
+                    # in float32 the engine pads every decode to this, which would slow the baseline
+                    "--max-running-requests", str(max(config.concurrencies)), *arguments,
                 ]  # fmt: skip
                 url = f"http://127.0.0.1:{port}"
                 urls.append(

@@ -193,7 +193,7 @@ def test_a_live_sitting_agrees_with_replay(bench: Path, servers: tuple[str, str,
     assert live["accept_len_raw"] >= live["accept_len"]["value"] > 1
     assert [s["concurrency"] for s in live["speeds"]] == [1, 4]
     assert live["servers"]["speculative"]["speculative_algorithm"] == "EAGLE3"
-    assert result["verdict"]["answer"] in ("pays", "does not pay")
+    assert result["verdict"]["answer"] in ("pays", "does not pay", "undecided")
     assert result["break_even"]["cycle_ms"] == live["speeds"][0]["cycle_ms"]
 
 
