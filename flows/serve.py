@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import httpx
+from prefect import Flow
 from prefect.automations import Automation
 from prefect.client.schemas.objects import (
     ConcurrencyLimitConfig,
@@ -90,10 +91,37 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
 
     The limit of one run is the deployment's, so it holds across restarts of this process.
     """
-    parameters: dict[str, Any] = {"endpoints": endpoints} if endpoints else {}
-    collect = await datagen.ato_deployment(
-        name="collect",
-        description="Prompts in, verified shards of hidden states and a manifest out.",
+    target: dict[str, Any] = {"endpoints": endpoints} if endpoints else {}
+    return [
+        await _deployment(
+            datagen,
+            "collect",
+            "Prompts in, verified shards of hidden states and a manifest out.",
+            target,
+        ),
+        await _deployment(finetune, "train", "A manifest in, a drafter that SGLang loads out."),
+        await _deployment(
+            evaluate, "heldout", "A manifest and a drafter in, accept_len and a verdict out."
+        ),
+        await _deployment(
+            pipeline,
+            "full",
+            "Prompts in, the answer out: collect, finetune, evaluate, report.",
+            target,
+        ),
+        await _deployment(
+            probe, "probe", "Short training on nested subsets: can the full run reach break-even?"
+        ),
+    ]
+
+
+async def _deployment(
+    flow: Flow[..., Any], name: str, description: str, parameters: dict[str, Any] | None = None
+) -> RunnerDeployment:
+    """One run at a time; a second waits."""
+    return await flow.ato_deployment(
+        name=name,
+        description=description,
         tags=["datagen"],
         parameters=parameters,
         concurrency_limit=ConcurrencyLimitConfig(
@@ -101,44 +129,6 @@ async def deployments(endpoints: str) -> list[RunnerDeployment]:
         ),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    train = await finetune.ato_deployment(
-        name="train",
-        description="A manifest in, a drafter that SGLang loads out.",
-        tags=["datagen"],
-        concurrency_limit=ConcurrencyLimitConfig(
-            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
-        ),
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    heldout = await evaluate.ato_deployment(
-        name="heldout",
-        description="A manifest and a drafter in, accept_len and a verdict out.",
-        tags=["datagen"],
-        concurrency_limit=ConcurrencyLimitConfig(
-            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
-        ),
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    full = await pipeline.ato_deployment(
-        name="full",
-        description="Prompts in, the answer out: collect, finetune, evaluate, report.",
-        tags=["datagen"],
-        parameters=parameters,
-        concurrency_limit=ConcurrencyLimitConfig(
-            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
-        ),
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    short = await probe.ato_deployment(
-        name="probe",
-        description="Short training on nested subsets: can the full run reach break-even?",
-        tags=["datagen"],
-        concurrency_limit=ConcurrencyLimitConfig(
-            limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE
-        ),
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    return [collect, train, short, heldout, full]
 
 
 async def serve(endpoints: str) -> None:
