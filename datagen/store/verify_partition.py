@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, DatagenError
-from datagen.store.arrow_part import examine_sealed, sha256_of
+from datagen.store.arrow_part import SealedFile, examine_sealed, sha256_of
 from datagen.store.findings import Fault, Findings, relative_to
 from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
 from datagen.store.journal import Kind, read_journal
@@ -176,27 +176,27 @@ class PartitionCheck:
                 f"{file.name}: states {file.rows} rows of {file.tokens} tokens, "
                 f"the journal {promised.rows} of {promised.tokens}",
             )
-        size = self._check_sha256(path, file.sha256)
-        if size is not None and size != file.n_bytes:
-            self._fault(path, None, f"{size} bytes, the seal states {file.n_bytes}")
-        if size is not None and (file.row_ends or file.row_xxh3):
+        found: SealedFile | None = None
+        if path.exists() and (file.row_ends or file.row_xxh3):
             try:
                 found = examine_sealed(path)
             except CorruptFile as e:
                 self._fault(path, None, e.what)
-                return
-            if (found.row_ends, found.row_xxh3) != (file.row_ends, file.row_xxh3):
-                self._fault(self._layout.summary, None, f"{file.name}: its rows are not as stated")
+        size = self._check_sha256(path, file.sha256, found.sha256 if found else None)
+        if size is not None and size != file.n_bytes:
+            self._fault(path, None, f"{size} bytes, the seal states {file.n_bytes}")
+        if found and (found.row_ends, found.row_xxh3) != (file.row_ends, file.row_xxh3):
+            self._fault(self._layout.summary, None, f"{file.name}: its rows are not as stated")
 
-    def _check_sha256(self, path: Path, sha256: str) -> int | None:
-        """The file's size; None when it is gone."""
+    def _check_sha256(self, path: Path, sha256: str, found: str | None = None) -> int | None:
+        """The file's size; None when it is gone. `found`: its sha256, if it was read already."""
         if not path.exists():
             self._fault(path, None, "the file is gone")
             return None
         size = path.stat().st_size
         self._findings.counts["files"] += 1
         self._findings.counts["bytes"] += size
-        if sha256_of(path) != sha256:
+        if (found or sha256_of(path)) != sha256:
             self._fault(path, None, "its sha256 is not the recorded one")
         return size
 
