@@ -117,7 +117,7 @@ def collect_config(
     shard_mib: int = 256,
     spool_mib: int = 1024,
     concurrency: int = 32,
-    max_concurrency: int = 1024,
+    max_concurrency: int = 0,
     attempts: int = 3,
     patience_s: float = 300.0,
     row_timeout_s: float = 1800.0,
@@ -134,7 +134,8 @@ def collect_config(
     `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas, each serving
     both roles unless written `generate=URL` or `capture=URL`; empty is the profile's. `limit`,
     `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
-    is the profile's. `accept_risk`: checks that may be red, comma separated. Raises ConfigError,
+    is the profile's. `max_concurrency`: 0 keeps within each server's CUDA graphs, a number is taken
+    at its word. `accept_risk`: checks that may be red, comma separated. Raises ConfigError,
     ProfileError.
     """
     profile = load_profile(target)
@@ -165,7 +166,14 @@ def collect_config(
             "spool_mib": spool_mib,
             "capture": {"mode": capture_mode, "final_endpoint": final_endpoint or None},
             "dispatch": {
-                "window": {"initial": concurrency, "maximum": max_concurrency},
+                "window": {
+                    "initial": concurrency,
+                    **(
+                        {"maximum": max_concurrency, "beyond_graph": True}
+                        if max_concurrency
+                        else {}
+                    ),
+                },
                 "pace": {"row_timeout_s": row_timeout_s},
                 "attempts": attempts,
                 "patience_s": patience_s,

@@ -37,7 +37,7 @@ async def datagen(
     shard_mib: PositiveInt = 256,
     spool_mib: PositiveInt = 1024,
     concurrency: PositiveInt = 32,
-    max_concurrency: PositiveInt = 1024,
+    max_concurrency: NonNegativeInt = 0,
     attempts: PositiveInt = 3,
     patience_s: PositiveFloat = 300.0,
     row_timeout_s: PositiveFloat = 1800.0,
@@ -68,7 +68,7 @@ async def datagen(
         shard_mib: Size at which a shard is sealed.
         spool_mib: Most hidden states asked for and not yet stored.
         concurrency: First window of each endpoint.
-        max_concurrency: Most rows at an endpoint at once.
+        max_concurrency: Most rows at an endpoint; 0 is what its CUDA graphs hold.
         attempts: Attempts before a row is rejected.
         patience_s: Seconds to wait for a dead server.
         row_timeout_s: Most seconds a row may take.

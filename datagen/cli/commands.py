@@ -75,7 +75,9 @@ def collect(
     shard_mib: Annotated[int, typer.Option(help="Size at which a shard is sealed.")] = 256,
     spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
-    max_concurrency: Annotated[int, typer.Option(help="Most rows at an endpoint.")] = 1024,
+    max_concurrency: Annotated[
+        int, typer.Option(help="Most rows at an endpoint; 0: what its CUDA graphs hold.")
+    ] = 0,
     attempts: Annotated[int, typer.Option(help="Attempts before a row is rejected.")] = 3,
     patience_s: Annotated[float, typer.Option(help="Wait for a dead server.")] = 300.0,
     row_timeout_s: Annotated[float, typer.Option(help="Most a row may take.")] = 1800.0,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from datagen.config import collect_config
+from datagen.fanout.window import window_limit
 from datagen.store.run_status import run_status
 from tests.collect.harness import CLI, Bench, environment
 from tests.tiny import free_port, write_tiny_mix
@@ -100,3 +102,10 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(bench: Bench) -> None:
         assert subprocess.run([*CLI, "verify", str(small / "run")], check=False).returncode == 0
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_number_of_rows_is_taken_at_its_word_even_beyond_a_servers_graphs() -> None:
+    kept = collect_config().dispatch.window
+    told = collect_config(max_concurrency=300).dispatch.window
+    assert window_limit(kept, max_running=1000, graph_batch=160) == 160
+    assert window_limit(told, max_running=1000, graph_batch=160) == 300
