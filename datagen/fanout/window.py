@@ -13,6 +13,8 @@ from datagen.strict import StrictModel
 
 FULL_MEMORY = 0.97
 """Share of the KV cache in use above which the server begins to take requests back."""
+STEADY_POLLS = 3
+"""Polls in a row, without more running than before, that make a queue a sign of too large a window."""
 OVERFEED = 1.25
 """Most of a server's own limit that is worth sending: what waits there starts without a round trip."""
 
@@ -57,6 +59,7 @@ class Window:
         self._streak = 0
         self._metered = self._was_full = False
         self._doubling = True
+        self._peak = self._steady = 0
 
     @property
     def free(self) -> int:
@@ -84,10 +87,15 @@ class Window:
         if token_usage is not None and token_usage > FULL_MEMORY:
             self._resize(int(self.size * self._config.shrink))
         elif queued > tolerated:
-            self._resize(self.size - (queued - tolerated // 2))
+            # while prompts are being read, they queue and what runs still grows: no overload
+            self._steady = self._steady + 1 if running and running <= self._peak else 0
+            if self._steady >= STEADY_POLLS:
+                excess = min(queued - tolerated // 2, max(1, self.size // 8))
+                self._resize(min(self.limit, max(self._peak, self.size - excess)))
         elif queued <= 1 and self._was_full:
             grown = self.size * 2 if self._doubling else self.size + max(1, self.size // 8)
             self.size = min(self.limit, grown)
+        self._peak = max(self._peak, running)
         self._was_full = self.in_flight >= self.size
 
     def succeeded(self) -> None:

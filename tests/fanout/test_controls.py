@@ -53,6 +53,15 @@ def test_a_window_with_few_rows_does_not_grow_on_an_empty_queue() -> None:
     assert window.size == 32
 
 
+def test_prompts_that_are_still_being_read_do_not_close_a_window() -> None:
+    window = Window(WindowConfig(initial=32), limit=40)
+    while window.free:
+        window.admit()
+    for running in (0, 0, 5, 5, 10, 16, 16, 24, 32):
+        window.observe(running, 32 - running)
+        assert window.size >= 32
+
+
 def test_a_full_kv_cache_shrinks_the_window() -> None:
     window = Window(WindowConfig(initial=32))
     window.observe(32, 0, 0.99)
