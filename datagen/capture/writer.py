@@ -21,13 +21,14 @@ from datagen.capture.spool import (
     PROTOCOL,
     STALE_S,
     SpoolError,
-    spool_path,
+    spool_name,
     sweep,
     write_spool,
 )
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
+ROOM_KNOWN_S = 0.05  # how long what a file system said of its room is believed
 
 
 class SpoolBusy(SpoolError):
@@ -78,7 +79,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Job:
-    path: Path
+    path: str
     rid: str
     pieces: list[memoryview]
     n_tokens: int
@@ -103,6 +104,7 @@ class SpoolWriter:
         """Sweeps what earlier servers left. Raises SpoolError for a directory open to others."""
         self.directory, self.limits = private_directory(directory), limits
         self._pending, self._changed = 0, threading.Condition()
+        self._room, self._room_known_until = 0, 0.0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._sweep()
@@ -159,15 +161,11 @@ class SpoolWriter:
         still held) when the file system has no room.
         """
         n_bytes = n_tokens * row_format.row_bytes
-        room = os.statvfs(self.directory)
-        free = room.f_bavail * room.f_frsize
-        waiting = self.pending_bytes  # with this one
-        if free < waiting + self.limits.min_free_bytes:
-            raise SpoolBusy(f"{free} bytes free in the spool {self.directory}, {waiting} to write")
-        path = spool_path(self.directory, rid)
+        self._require_room(n_bytes)
+        path = f"{self.directory}/{spool_name(rid)}"
         self._jobs.put(_Job(path, rid, list(pieces), n_tokens, input_ids, row_format, n_bytes))
         return {
-            "path": str(path),
+            "path": path,
             "bytes": n_bytes + 4 * n_tokens + 4,
             "rows": n_tokens,
             "width": row_format.width,
@@ -178,6 +176,21 @@ class SpoolWriter:
             "server": row_format.server,
             "protocol": PROTOCOL,
         }
+
+    def _require_room(self, n_bytes: int) -> None:
+        """Raise SpoolBusy unless what is pending fits. Asks the file system now and then only."""
+        now = time.monotonic()
+        if now >= self._room_known_until or self._room < n_bytes:
+            found = os.statvfs(self.directory)
+            free, waiting = found.f_bavail * found.f_frsize, self.pending_bytes  # with this one
+            self._room = free - waiting - self.limits.min_free_bytes
+            self._room_known_until = now + ROOM_KNOWN_S
+            if self._room < 0:
+                raise SpoolBusy(
+                    f"{free} bytes free in the spool {self.directory}, {waiting} to write"
+                )
+        else:
+            self._room -= n_bytes
 
     def close(self) -> None:
         """Finish what is queued, then end the threads."""
@@ -207,7 +220,7 @@ class SpoolWriter:
             )
         except (OSError, ValueError) as e:
             log.error("cannot write capture %s: %s", job.path, e)
-            _leave_note(job.path, repr(e))
+            _leave_note(f"{job.path}.err", repr(e))
 
     def _sweep(self) -> None:
         swept = sweep(self.directory, older_than_s=self.limits.stale_s, now=time.time())
@@ -225,8 +238,7 @@ class SpoolWriter:
                 log.error("cannot sweep the spool: %s", e)
 
 
-def _leave_note(path: Path, text: str) -> None:
-    note = path.with_name(path.name + ".err")
+def _leave_note(note: str, text: str) -> None:
     try:
         with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
             f.write(text)
