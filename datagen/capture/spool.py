@@ -105,7 +105,12 @@ def write_spool(
         f'"crc32":{{"dtype":"U32","shape":[1],"data_offsets":[{tail},{tail + 4}]}}}}'
     ).encode()
     header += b" " * (-len(header) % 8)
-    parts = [struct.pack("<Q", len(header)) + header, *pieces, ids, struct.pack("<I", crc)]
+    parts: list[bytes | memoryview] = [
+        struct.pack("<Q", len(header)) + header,
+        *pieces,
+        ids,
+        struct.pack("<I", crc),
+    ]
     temporary = f"{path}.tmp"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
