@@ -220,15 +220,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("flags", nargs="*", help="of the server, after --")
     args = parser.parse_args()
-    cpus, own = split_cpus(1 + READERS)
-    bind(own[0])
-    Path(args.spool).mkdir(mode=0o700, parents=True, exist_ok=True)
-    readers = Readers(Path(args.spool), own[1:])
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), args.model
         if args.widen:
             model = folder / "wide"
             widen(args.model, model)
+        cpus, own = split_cpus(1 + READERS)
+        bind(own[0])
+        Path(args.spool).mkdir(mode=0o700, parents=True, exist_ok=True)
+        readers = Readers(Path(args.spool), own[1:])
         server = Server(args, model, folder, cpus)
         try:
             server.wait(args.start_s)
