@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 PROTOCOL = 1  # of request, answer and file together; an engine's answer names the one it speaks
 SUFFIX = ".safetensors"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -115,7 +117,7 @@ def write_spool(
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            _write_all(fd, parts)
+            write_all(fd, parts)
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -125,8 +127,8 @@ def write_spool(
     return 8 + len(header) + tail + 4
 
 
-def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write `parts` one after the other, in one call where the system lets it be one."""
+def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError."""
     left = [memoryview(p) for p in parts if len(p)]
     while left:
         written = os.writev(fd, left[:MAX_PARTS])
@@ -210,6 +212,16 @@ def sweep(directory: Path, *, older_than_s: float, now: float) -> Swept:
             continue
         n_files, n_bytes = n_files + 1, n_bytes + found.st_size
     return Swept(n_files, n_bytes)
+
+
+def leave_note(path: str, text: str) -> None:
+    """Leave `<path>.err` in place of a capture that failed."""
+    note = f"{path}.err"
+    try:
+        with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            f.write(text)
+    except OSError as e:  # the client times out on the file instead
+        log.error("cannot leave the note %s: %s", note, e)
 
 
 def discard(path: Path) -> None:
