@@ -6,6 +6,7 @@ from the moment its first rows are held in memory until its file is published or
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -36,7 +37,7 @@ class SpoolBusy(SpoolError):
     """Too many bytes wait for the spool, or its file system has no room: ask again later."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowFormat:
     """What every row of a server holds. `dtype`: its name in safetensors."""
 
@@ -46,12 +47,12 @@ class RowFormat:
     dtype: str
     server: str
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Values per row: the boundaries in order, then the final state."""
         return (len(self.boundaries) + 1) * self.hidden
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes per row."""
         return self.width * ITEM_BYTES[self.dtype]
