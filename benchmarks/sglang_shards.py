@@ -25,11 +25,9 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +38,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import busy, most_in, synced_bytes_per_s, thread_seconds  # noqa: E402
 from benchmarks.sglang_server import Server, widen  # noqa: E402
 from datagen.collect.budget import ByteBudget  # noqa: E402
 from datagen.collect.conversation import Workshop, collect_prompt  # noqa: E402
@@ -62,7 +61,6 @@ from datagen.target.profile import load_profile  # noqa: E402
 
 DIGEST = hashlib.sha256(b"benchmark").hexdigest()
 PER_PARTITION = 25
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def config_of(given: dict[str, Any], share: int) -> CollectConfig:
@@ -104,18 +102,6 @@ def response(prompt: PlannedPrompt, tokens: int, vocabulary: int, url: str) -> R
     )  # fmt: skip
 
 
-def thread_seconds() -> Counter[str]:
-    """CPU seconds by what threads are for: the event loop, `encode`, `group-commit`, ..."""
-    found: Counter[str] = Counter()
-    for thread in threading.enumerate():
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat")
-        if stat.exists():
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            name = thread.name.partition("_")[0]
-            found[name] += (int(fields[11]) + int(fields[12])) / TICKS
-    return found
-
-
 async def capture_all(
     given: dict[str, Any], share: int, root: Path, samples: list[tuple[int, int]], gate: Any
 ) -> dict[str, Any]:
@@ -128,7 +114,7 @@ async def capture_all(
         client = await stack.enter_async_context(SGLangClient(url))
         specs = [ServerSpec(client, limit=limit // share)]
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
-        committer, encoders = GroupCommitter(), EncodePool()
+        committer, encoders = GroupCommitter(), EncodePool(given["encode_threads"] // share or 1)
         stack.callback(committer.close)
         stack.callback(encoders.close)
         shop = Workshop(
@@ -166,12 +152,12 @@ async def capture_all(
             await shop.commit(store, lambda s: s.seal(len(prompts)))
 
         await asyncio.to_thread(gate.wait)
-        before, start = thread_seconds(), time.time()
+        before, start, used_before = thread_seconds(), time.time(), busy()
         watching = asyncio.create_task(watch())
         async with asyncio.TaskGroup() as group:
             for _, store, prompts in opened:
                 group.create_task(partition(store, prompts))
-        end = time.time()
+        end, used_after = time.time(), busy()
         watching.cancel()
         used = thread_seconds() - before
         counts = [store.counts() for _, store, _ in opened]
@@ -196,36 +182,6 @@ def collector(
     out.put(asyncio.run(capture_all(given, share, root, samples, gate)))
 
 
-@contextmanager
-def most_in(folder: Path) -> Iterator[list[int]]:
-    """The most bytes that files in `folder` ever took, sampled while the block runs."""
-    most, ended = [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.02):
-            total = 0
-            for entry in os.scandir(folder):
-                try:
-                    total += entry.stat().st_size
-                except FileNotFoundError:
-                    continue
-            most[0] = max(most[0], total)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield most
-    finally:
-        ended.set()
-        thread.join()
-
-
-def busy() -> float:
-    """CPU seconds of the whole machine that were not idle."""
-    fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return (sum(fields[:8]) - fields[3] - fields[4]) / TICKS
-
-
 def run(
     given: dict[str, Any], processes: int, root: Path, seconds: float, rate: float
 ) -> dict[str, Any]:
@@ -244,12 +200,12 @@ def run(
         mine = list(enumerate(lengths))[i * block : (i + 1) * block]
         arguments = (given, processes, root / str(i), mine, gate, out)
         started.append(context.Process(target=collector, args=arguments, daemon=True))
-    used = busy()
     with most_in(Path(given["spool"])) as spooled:
         for process in started:
             process.start()
         found = [out.get(timeout=300) for _ in started]
-    used, wall = busy() - used, max(f["end"] for f in found) - min(f["start"] for f in found)
+    wall = max(f["end"] for f in found) - min(f["start"] for f in found)
+    used = max(f["busy"][1] for f in found) - min(f["busy"][0] for f in found)
     for process in started:
         process.join()
     if sum(f["collected"] for f in found) != len(lengths):
@@ -267,28 +223,6 @@ def run(
     }  # fmt: skip
 
 
-def synced_bytes_per_s(folder: Path, shard: int, files: int) -> float:
-    """What the file system makes durable when `files` writers each write and sync a shard's worth."""
-    block = np.random.default_rng(0).bytes(1 << 22)
-
-    def write(path: Path) -> None:
-        with open(path, "wb", buffering=0) as f:
-            for _ in range(shard // len(block)):
-                f.write(block)
-            os.fdatasync(f.fileno())
-
-    folder.mkdir(parents=True)
-    threads = [threading.Thread(target=write, args=(folder / str(i),)) for i in range(files)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    rate = files * (shard // len(block)) * len(block) / (time.perf_counter() - start)
-    shutil.rmtree(folder)
-    return rate
-
-
 def main() -> None:
     """Parse, run, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -301,6 +235,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=40000)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--spool-mib", type=int, default=8192, help="cap of bytes in flight")
+    parser.add_argument("--encode-threads", type=int, default=12, help="of all collectors together")
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=8, help="of each run, at 3 GB/s")
     parser.add_argument("--rate", type=float, default=3e9)
@@ -324,6 +259,7 @@ def main() -> None:
             "layers": shape["num_hidden_layers"], "concurrency": args.concurrency,
             "spool_mib": args.spool_mib, "shard_mib": args.shard_mib,
             "tokens": [int(x) for x in args.tokens.split(",")],
+            "encode_threads": args.encode_threads,
         }  # fmt: skip
         counts = [int(n) for n in args.processes.split(",")]
         server = Server(SimpleNamespace(**vars(args)), model, folder)  # type: ignore[arg-type]
@@ -352,14 +288,21 @@ def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int])
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
     shard, files = args.shard_mib * MIB, best["processes"]
-    syncs = [synced_bytes_per_s(args.disk / base, shard, files)]
+
+    def synced() -> dict[str, float]:
+        where = args.disk / base
+        return {
+            "whole_shards": synced_bytes_per_s(where, shard, files),
+            "every_64_mib": synced_bytes_per_s(where, shard, files, 64 * MIB),
+        }
+
+    before = synced()
     disk = run(given, files, args.disk / base, args.seconds / 2, args.rate)
-    syncs.append(synced_bytes_per_s(args.disk / base, shard, files))
-    limit = statistics.mean(syncs) * disk["codec_ratio"]
-    disk |= {
-        "synced_bytes_per_s": syncs, "limit_raw_bytes_per_s": limit,
-        "of_the_limit": disk["raw_bytes_per_s"] / limit,
-    }  # fmt: skip
+    after = synced()
+    for how in before:
+        rate = statistics.mean((before[how], after[how]))
+        disk[f"synced_bytes_per_s_{how}"] = rate
+        disk[f"of_the_limit_{how}"] = disk["raw_bytes_per_s"] / (rate * disk["codec_ratio"])
     return {"memory": memory, "disk": disk}
 
 

@@ -21,7 +21,7 @@ from datagen.embedded.weights import ensure_checkpoint
 from tests.sglang.environment import Unbuildable
 from tests.sglang.server import ROOT, Installed
 
-FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-running-requests", "64")
+FLAGS = ("--dtype", "bfloat16", "--max-total-tokens", "65536", "--max-running-requests", "64")
 TESTS = ("test_contract.py", "test_capture.py", "test_plugin_start.py")
 PROBE = """
 import importlib.metadata, torch
@@ -53,29 +53,29 @@ def installed() -> Installed:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests, then the check; 0 when both pass."""
+    """Run the tests, and the check beside them on a server of its own; 0 when both pass."""
     try:
         found = installed()
     except Unbuildable as e:
         print(f"skipped, real SGLang on a GPU is not tested here: {e}")
         return 0
-    environment = os.environ | {"DATAGEN_TEST_SGLANG": "gpu"}
     tests = [str(ROOT / "tests" / "sglang" / name) for name in TESTS]
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", *(arguments or tests)],
-        env=environment,
-        check=False,
-        cwd=ROOT,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        checked = subprocess.run(
-            [
-                str(found.python), str(ROOT / "benchmarks" / "sglang_check.py"), "--model",
-                str(ensure_checkpoint()), "--out", folder, "--", *found.flags,
-            ],
-            check=False,
-        )  # fmt: skip
-    return tested.returncode or checked.returncode
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        check = [
+            str(found.python), str(ROOT / "benchmarks" / "sglang_check.py"), "--model",
+            str(ensure_checkpoint()), "--out", name, "--", *found.flags,
+        ]  # fmt: skip
+        with open(folder / "check.log", "wb") as log, subprocess.Popen(
+            check, stdout=log, stderr=log
+        ) as checking:  # fmt: skip
+            tested = subprocess.run(
+                [sys.executable, "-m", "pytest", *(arguments or tests)],
+                env=os.environ | {"DATAGEN_TEST_SGLANG": "gpu"}, check=False, cwd=ROOT,
+            )  # fmt: skip
+            checked = checking.wait()
+        print((folder / "check.log").read_text(errors="replace"))
+    return tested.returncode or checked
 
 
 if __name__ == "__main__":
