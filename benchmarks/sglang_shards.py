@@ -164,7 +164,7 @@ async def capture_all(
         for _, store, _ in opened:
             store.close()
     return {
-        "start": start, "end": end, "most_held": most_held,
+        "start": start, "end": end, "busy": (used_before, used_after), "most_held": most_held,
         "collected": sum(c.collected for c in counts), "rejects": [c.rejects for c in counts if c.rejects],
         "cpu_s": dict(used), "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }  # fmt: skip
