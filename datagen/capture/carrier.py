@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from datagen.capture.spool import leave_note, write_all, write_spool
 
@@ -119,7 +118,8 @@ class Carrier:
                 self._hear(self._processes[next(self._ear)])
 
     def _gathered(self) -> list[Job]:
-        jobs, size = [], 0
+        jobs: list[Job] = []
+        size = 0
         while self._jobs and (not jobs or size + self._jobs[0].n_bytes <= MESSAGE_BYTES):
             jobs.append(self._jobs.popleft())
             size += jobs[-1].n_bytes
@@ -236,7 +236,7 @@ def serve(source: int, answers: int) -> None:
         os.write(answers, ANSWER.pack(done))
 
 
-def _main() -> Any:
+def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's end is the end of the pipe
     logging.basicConfig(format="datagen capture: %(message)s")
     serve(0, 1)

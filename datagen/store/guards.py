@@ -146,7 +146,8 @@ def row_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
             np.isfinite(squares) & (squares >= SMALLEST_SQUARES)
         ).all():  # beyond float32, or zero
             squares = np.einsum("tlh,tlh->tl", values, values, dtype=np.float64)
-        return np.sqrt(squares, dtype=np.float64)
+        norms: NDArray[np.float64] = np.sqrt(squares, dtype=np.float64)
+        return norms
 
 
 def _median_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> tuple[float, ...]:
