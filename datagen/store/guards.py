@@ -140,11 +140,11 @@ def row_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
         values = (bits_TLH.astype(np.uint32) << 16).view(np.float32)
     else:
         values = bits_TLH.view(np.float16).astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # what is not finite is the
-        squares = np.einsum("tlh,tlh->tl", values, values)  # caller's to name
-        if not (
-            np.isfinite(squares) & (squares >= SMALLEST_SQUARES)
-        ).all():  # beyond float32, or zero
+    # what is not finite is the caller's to name
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = np.einsum("tlh,tlh->tl", values, values)
+        fits_float32 = np.isfinite(squares) & (squares >= SMALLEST_SQUARES)
+        if not fits_float32.all():
             squares = np.einsum("tlh,tlh->tl", values, values, dtype=np.float64)
         norms: NDArray[np.float64] = np.sqrt(squares, dtype=np.float64)
         return norms
