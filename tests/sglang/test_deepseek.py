@@ -30,7 +30,7 @@ def test_the_class_of_kimi_captures_its_boundaries(real_engine: RealEngine, tmp_
     assert kimi.num_layers == LAYERS
     checkpoint = write_tiny_deepseek(tmp_path / "tiny-deepseek")
     server = SGLangServer(
-        real_engine.venv, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
+        real_engine.installed, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
         DATAGEN_CAPTURE_DIR=str(tmp_path / "spool"),
         DATAGEN_CAPTURE_BOUNDARIES=",".join(map(str, kimi.boundaries)),
     )  # fmt: skip
