@@ -4,6 +4,7 @@ python benchmarks/finetune.py learn RUN/manifest.json        # CPU: minutes. Sta
 python benchmarks/finetune.py speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
 python benchmarks/finetune.py kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
 python benchmarks/finetune.py speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
+python benchmarks/finetune.py trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
 
 learn        held-out predicted_accept_len of a fresh drafter, before and after fine-tuning, beside 1.0
              (no drafter): it must rise over both
@@ -64,6 +65,10 @@ def main() -> int:
     parser.add_argument(
         "--hidden", type=int, default=7168, help="kimi: a smaller one, to try it out"
     )
+    parser.add_argument("--repeats", type=int, default=20, help="trainers: of every sample")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="trainers: of both")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
+    parser.add_argument("--settings", default="{}", help="trainers: more of ours, as JSON")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
@@ -300,11 +305,20 @@ def speculators(given: argparse.Namespace) -> Result:
     }
 
 
+def trainers(given: argparse.Namespace) -> Result:
+    """Both trainers whole, in a folder that is removed."""
+    from benchmarks.finetune_trainers import trainers as both
+
+    with tempfile.TemporaryDirectory() as folder:
+        return both(given, Path(folder))
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "learn": learn,
     "speed": speed,
     "kimi": kimi,
     "speculators": speculators,
+    "trainers": trainers,
 }
 
 if __name__ == "__main__":
