@@ -4,6 +4,7 @@ python benchmarks/finetune.py learn RUN/manifest.json        # CPU: minutes. Sta
 python benchmarks/finetune.py speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
 python benchmarks/finetune.py kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
 python benchmarks/finetune.py speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
+python benchmarks/finetune.py ranks                          # two GPUs: accelerate launch, synthetic states
 python benchmarks/finetune.py trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
 
 learn        held-out predicted_accept_len of a fresh drafter, before and after fine-tuning, beside 1.0
@@ -68,11 +69,17 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20, help="trainers: of every sample")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="trainers: of both")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
+    # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
+    parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
     parser.add_argument("--settings", default="{}", help="trainers: more of ours, as JSON")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks")
+    parser.add_argument("--samples", type=int, default=32, help="ranks: of 1,024 tokens")
+    parser.add_argument("--threads", type=int, default=6, help="ranks: that decode")
+    parser.add_argument("--folder", type=Path, help="ranks: where the made-up run is kept")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    if given.part != "kimi" and given.manifest is None:
+    if given.part not in ("kimi", "ranks") and given.manifest is None:
         parser.error(f"{given.part} needs a manifest")
     result = PARTS[given.part](given)
     result |= {"device": _device_name(given.device), "torch": torch.__version__}
@@ -313,12 +320,21 @@ def trainers(given: argparse.Namespace) -> Result:
         return both(given, Path(folder))
 
 
+def ranks(given: argparse.Namespace) -> Result:
+    """Two GPUs against one, in --folder, or one that is removed."""
+    from benchmarks.finetune_ranks import ranks as compared
+
+    with tempfile.TemporaryDirectory() as folder:
+        return compared(given, given.folder or Path(folder))
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "learn": learn,
     "speed": speed,
     "kimi": kimi,
     "speculators": speculators,
     "trainers": trainers,
+    "ranks": ranks,
 }
 
 if __name__ == "__main__":

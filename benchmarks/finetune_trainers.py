@@ -19,10 +19,11 @@ import statistics
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors.torch import load_file
 
 from datagen.acceptance.metrics import accept_len
@@ -35,12 +36,13 @@ from datagen.drafter.rows import trained_counts
 from datagen.drafter.speculators import write_speculators
 from datagen.drafter.start import fresh_drafter
 from datagen.drafter.state import read_metrics
-from datagen.drafter.target import Target, load_target
+from datagen.drafter.target import load_target
 from datagen.drafter.vocab import by_frequency
 from datagen.finetune import finetune, finetune_config
 
 LOG_EVERY = 5
 WARM_UP = 0.05
+PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its best one counts
 Result = dict[str, Any]
 
 
@@ -68,6 +70,8 @@ def trainers(given: Namespace, folder: Path) -> Result:
     refs = source.index("train", 0)
     rows = given.repeats * sum(trained_counts(r.n_tokens, r.n_context, 1)[0] for r in refs)
     ratio = _peer_data(given, folder, len(refs), target_dir)
+    np.save(folder / "d2t.npy", words.d2t.numpy())
+    np.save(folder / "t2d.npy", words.t2d.numpy())
     held = usable(source.index("heldout", 0), 1 << 30)
     samples = [source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)]
 
@@ -82,8 +86,9 @@ def trainers(given: Namespace, folder: Path) -> Result:
         drafter = load_drafter(ours[-1].pop("final")).drafter
         ours[-1]["accept_len"] = measured(drafter)
         print(f"ours: {ours[-1]}", flush=True)
+        optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
         theirs.append(
-            _theirs(given, folder, f"theirs-{number}", ratio, target_dir, tokens, depths, rows)
+            _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
         )
         weights = theirs[-1].pop("weights")
         theirs[-1]["accept_len"] = measured(_as_drafter(weights, start))
@@ -92,7 +97,8 @@ def trainers(given: Namespace, folder: Path) -> Result:
         a["supervised_tokens_per_s"] / b["supervised_tokens_per_s"]
         for a, b in zip(ours, theirs, strict=True)
     ]
-    longest = [statistics.median(r["accept_len"] for r in side) for side in (ours, theirs)]
+    longest = [statistics.median(r["accept_len"] for r in ours)]
+    longest.append(max(r["accept_len"] for r in theirs))
     wait = max(r["wait_share"] for r in ours)
     return {
         "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
@@ -145,12 +151,9 @@ def _peer_data(given: Namespace, folder: Path, count: int, target: Path) -> floa
     from datasets import concatenate_datasets, load_from_disk
 
     once = folder / "once"
+    command = [sys.executable, "-m", "datagen.cli", "export", str(given.manifest)]
     flags = ["--format", "speculators", "--split", "train", "--checkpoint", str(target)]
-    subprocess.run(
-        [sys.executable, "-m", "datagen.cli", "export", str(given.manifest), *flags]
-        + ["--output", str(once)],
-        check=True,
-    )
+    subprocess.run([*command, *flags, "--output", str(once)], check=True)
     rows = load_from_disk(str(once))
     assert len(rows) == count
     every = concatenate_datasets([rows] * given.repeats + [rows.select([0])])
@@ -158,17 +161,20 @@ def _peer_data(given: Namespace, folder: Path, count: int, target: Path) -> floa
     states = folder / "data" / "hidden_states"
     states.mkdir()
     for n in range(len(every)):
-        os.link(once / "hidden_states" / f"hs_{n % count}.safetensors", states / f"hs_{n}.safetensors")
+        os.link(
+            once / "hidden_states" / f"hs_{n % count}.safetensors", states / f"hs_{n}.safetensors"
+        )
     os.link(once / "token_freq.pt", folder / "data" / "token_freq.pt")
     return (len(every) - 0.5) / len(every)
 
 
 def _theirs(
-    given: Namespace, folder: Path, name: str, ratio: float, target: Path, tokens: int,
-    depths: int, rows: int,
+    given: Namespace, folder: Path, number: int, optimizer: str, ratio: float, target: Path,
+    tokens: int, depths: int, rows: int,
 ) -> Result:  # fmt: skip
     """`speculators train` in a process of its own (finetune_peer.py stamps its steps)."""
     cuda = given.device.startswith("cuda")
+    name = f"theirs-{number}"
     out = folder / name
     flags = {
         "speculator-type": "eagle3", "verifier-name-or-path": str(target),
@@ -179,7 +185,9 @@ def _theirs(
         "scheduler-warmup-ratio": WARM_UP, "ttt-steps": depths, "log-freq": LOG_EVERY,
         "num-workers": 12 if cuda else 1, "seed": 0,
         "draft-attn-impl": "simple_flex_attention" if cuda else "eager",
-        "loss-implementation": "fused" if cuda else "eager", "draft-vocab-size": given.draft_vocab,
+        "loss-implementation": given.peer_loss, "draft-vocab-size": given.draft_vocab,
+        "d2t-path": str(folder / "d2t.npy"), "t2d-path": str(folder / "t2d.npy"),
+        "optimizer": optimizer,
     }  # fmt: skip
     stamps = folder / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.finetune_peer", str(stamps), str(LOG_EVERY)]
@@ -188,12 +196,14 @@ def _theirs(
     times = json.loads(stamps.read_text())
     steps, marks = times["steps"], times["marks"]
     marks = marks[len(marks) // 3 :]
-    windows = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(marks, marks[1:], strict=False)]
+    windows = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks)]
     found = sorted(out.rglob("model.safetensors"))
     assert found, f"no checkpoint below {out}"
     return {
         "supervised_tokens_per_s": rows / steps / statistics.median(windows),
         "steps": steps,
+        "optimizer": optimizer,
+        "windows_s": windows,
         "weights": found[-1],
     }
 
