@@ -30,8 +30,11 @@ LOGITS_AT_ONCE = 1 << 26
 
 
 def chunk_of(vocab: int) -> int:
-    """Pairs whose logits are held at a time: 2,048 at 32,000 draft tokens, more of a smaller map."""
-    return max(2048, LOGITS_AT_ONCE // vocab)
+    """Pairs whose logits are held at a time: 2,048 at 32,000 draft tokens, more of a smaller map.
+
+    Always a multiple of 2,048: an odd size keeps matrix products off the fast kernels.
+    """
+    return 2048 * max(1, LOGITS_AT_ONCE // vocab // 2048)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ class Target:
         best_A = torch.full((n,), -torch.inf, device=final_AH.device)
         where_A = torch.zeros(n, dtype=torch.long, device=final_AH.device)
         lse_A = best_A.clone()
-        size = max(VOCAB_CHUNK, LOGITS_AT_ONCE // max(1, n))  # few rows: few, large chunks
+        # Few rows: few, large chunks, of whole multiples for the fast kernels' sake.
+        size = VOCAB_CHUNK * max(1, LOGITS_AT_ONCE // max(1, n) // VOCAB_CHUNK)
         for start in range(0, self.vocab_size, size):
             chunk_CH = self.head_VH[start : start + size].to(final_AH.dtype)
             logits_AC = self.rule(final_AH @ chunk_CH.t())
