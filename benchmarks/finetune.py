@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from datagen.drafter.config import DrafterConfig
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
 from datagen.drafter.model import Drafter
@@ -40,7 +41,6 @@ from datagen.drafter.packing import filled, usable
 from datagen.drafter.rope import Rope
 from datagen.drafter.rows import Batch, Sample, pack
 from datagen.drafter.settings import TrainConfig
-from datagen.drafter.state import read_metrics
 from datagen.drafter.step import StepLoss, depth_weights
 from datagen.drafter.target import LogitRule, Target
 from datagen.drafter.vocab import DraftVocab, by_frequency

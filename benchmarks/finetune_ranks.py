@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 
 from datagen.drafter.checkpoint import export_files
 from datagen.drafter.config import DrafterConfig
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.model import Drafter
 from datagen.drafter.rope import Rope
-from datagen.drafter.state import read_metrics
 from datagen.drafter.vocab import by_frequency
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout

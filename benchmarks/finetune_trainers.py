@@ -29,13 +29,13 @@ from safetensors.torch import load_file
 from datagen.acceptance.metrics import accept_len
 from datagen.acceptance.replay import Replay
 from datagen.drafter.checkpoint import export_files, load_drafter, own_name
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.model import Drafter
 from datagen.drafter.packing import usable
 from datagen.drafter.rows import trained_counts
 from datagen.drafter.speculators import write_speculators
 from datagen.drafter.start import fresh_drafter
-from datagen.drafter.state import read_metrics
 from datagen.drafter.target import load_target
 from datagen.drafter.vocab import by_frequency
 from datagen.finetune import finetune, finetune_config

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from datagen.drafter.checkpoint import MAPS, export_files, write_directory
 from datagen.drafter.clock import Clock
-from datagen.drafter.curves import write_curves
+from datagen.drafter.curves import read_metrics, write_curves
 from datagen.drafter.dataset import SampleRef, StatesSource
 from datagen.drafter.heldout import HeldOut
 from datagen.drafter.loader import Loader, idle_copy
@@ -39,7 +39,6 @@ from datagen.drafter.settings import RunConfig, TrainConfig
 from datagen.drafter.state import (
     PROVENANCE,
     RunDirectory,
-    read_metrics,
     read_provenance,
     require_same_settings,
 )

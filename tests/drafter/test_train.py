@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from datagen.drafter.checkpoint import load_drafter
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.settings import TrainConfig
-from datagen.drafter.state import read_metrics, read_provenance
+from datagen.drafter.state import read_provenance
 from datagen.errors import ConfigError, DatagenError, FingerprintMismatch, TrainingFailed
 from datagen.finetune import finetune, finetune_config
 from tests.drafter.run import tiny_target, write_run
