@@ -1,11 +1,11 @@
 """The trainer: does it learn, how fast is it, and against what.
 
-python benchmarks/finetune.py learn RUN/manifest.json        # CPU: minutes. States of the embedded target
-python benchmarks/finetune.py speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
-python benchmarks/finetune.py kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
-python benchmarks/finetune.py speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
-python benchmarks/finetune.py ranks                          # two GPUs: accelerate launch, synthetic states
-python benchmarks/finetune.py trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
+python -m benchmarks.finetune learn RUN/manifest.json        # CPU: minutes. States of the embedded target
+python -m benchmarks.finetune speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
+python -m benchmarks.finetune kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
+python -m benchmarks.finetune speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
+python -m benchmarks.finetune ranks                          # two GPUs: accelerate launch, synthetic states
+python -m benchmarks.finetune trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
 
 learn        held-out predicted_accept_len of a fresh drafter, before and after fine-tuning, beside 1.0
              (no drafter): it must rise over both
@@ -14,6 +14,10 @@ kimi         7168 hidden, 21504 wide, 32,000 draft tokens of 163,840, 5 depths: 
              MFU = arithmetic of the model / time / --peak-tflops (989: an H200's dense bf16)
 speculators  one forward and backward of its Eagle3DraftModel and of ours, same samples, same depths,
              alternating: supervised tokens/s of both and the median of the ratios
+ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`, on a made-up run of Kimi's
+             dimensions: tokens/s of both, at least 0.9 x --ranks
+trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
+             replay no shorter than its best (AdamW, and its default, Muon)
 
 Results go to benchmarks/results/finetune-<date>.json, one object per part.
 """
