@@ -25,6 +25,7 @@ from datagen.collect.gate import PartitionGate
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
+from datagen.fanout.garbage import seldom_collected
 from datagen.fanout.rows import Answered, Priority, Role, Work
 from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import WindowConfig
@@ -137,6 +138,7 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
     asked = 0
     async with AsyncExitStack() as stack:
         stack.callback(committer.close)
+        stack.enter_context(seldom_collected())
         clients = [await stack.enter_async_context(SGLangClient(url)) for url in args.urls]
         source = {
             "shared": lambda: shared_queue(clients, args.window, args.limit),

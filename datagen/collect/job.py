@@ -33,6 +33,7 @@ from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.garbage import seldom_collected
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.encoder import Encoder
@@ -160,6 +161,7 @@ class CollectJob:
             fingerprint.save(layout.fingerprint)
         else:
             fingerprint.require_same(stored, layout.root)
+        stack.enter_context(seldom_collected())
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
