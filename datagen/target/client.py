@@ -30,6 +30,7 @@ from datagen.errors import EndpointDown
 from datagen.target.answers import Capture as Capture
 from datagen.target.answers import Generation as Generation
 from datagen.target.answers import capture_of, failure_of, generation_of, message_of
+from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
@@ -62,6 +63,7 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._has_metrics = True
+        self._deadlines = Deadlines()
 
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
@@ -235,7 +237,7 @@ class SGLangClient:
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
         try:
-            async with asyncio.timeout(self.timeouts.row):
+            with self._deadlines.within(self.timeouts.row):
                 answer = await self._request("POST", "/generate", body)
         except TimeoutError as e:
             self._abandon(rid)
