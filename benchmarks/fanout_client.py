@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from datagen.collect.commits import Commits
 from datagen.collect.gate import PartitionGate
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
@@ -147,17 +148,14 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
         }[args.policy]
         run, capacity = await stack.enter_async_context(source())
         gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1))
-        commits = asyncio.Semaphore(512)
+        commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
             nonlocal asked
             if store.outcome(prompt_id(row), 0) is Outcome.PENDING:
                 asked += 1
                 said = response(row, await run(row, tokens[row]))
-                async with commits:
-                    await asyncio.wrap_future(
-                        committer.submit(store, lambda s: s.add_response(said))
-                    )
+                await commits.run(store, lambda s: s.add_response(said))
 
         async def partition(index: int) -> None:
             try:
@@ -169,8 +167,8 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
                 async with asyncio.TaskGroup() as group:
                     for row in rows:
                         group.create_task(one(store, row))
-                await asyncio.wrap_future(committer.submit(store, lambda s: s.seal(len(rows))))
-                await asyncio.wrap_future(committer.submit(store, lambda s: s.close()))
+                await commits.run(store, lambda s: s.seal(len(rows)))
+                await commits.run(store, lambda s: s.close())
             finally:
                 gate.release()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
+from datagen.collect.commits import Commits
 from datagen.collect.conversation import Workshop, collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
@@ -50,7 +51,6 @@ from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import ServerReport, inspect_server, require_whole_prefills
 
-MAX_QUEUED_COMMITS = 512
 REFIT_SAMPLES = 8
 
 
@@ -174,8 +174,7 @@ class CollectJob:
             config=config,
             renderer=renderer,
             dispatcher=dispatcher,
-            committer=committer,
-            commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            commits=Commits(committer),
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
