@@ -62,7 +62,7 @@ def generation_of(answer: dict[str, Any]) -> Generation:
     if kind == "abort":
         raise EndpointFailure("aborted", str(finish.get("message", "")))
     output_ids = _token_ids(answer["output_ids"])
-    if kind == "stop" and isinstance(matched, int) and (output_ids[-1:] != matched).all():
+    if kind == "stop" and isinstance(matched, int) and matched not in output_ids[-1:].tolist():
         # some versions trim it; the drafter must learn to stop
         output_ids = np.append(output_ids, np.int32(matched))
     return Generation(

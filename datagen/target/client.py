@@ -68,7 +68,8 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            headers={**self._headers, "Content-Type": "application/json"},
+            headers=self._headers,
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=READ_BUFFER_BYTES,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect),
@@ -265,7 +266,9 @@ class SGLangClient:
 
     async def _exchange(self, method: str, path: str, body: Any) -> Any:
         assert self._session is not None, "use SGLangClient as an async context manager"
-        data = None if body is None else orjson.dumps(body)
+        data = None
+        if body is not None:  # a ready payload: aiohttp would look for its kind
+            data = aiohttp.BytesPayload(orjson.dumps(body), content_type="application/json")
         url = self._routes.get(path) or self._routes.setdefault(path, URL(self.url + path))
         try:
             async with self._session.request(method, url, data=data) as response:
