@@ -9,8 +9,8 @@ cpu       client CPU of a 1,000-token response, HTTP to journal: <= 0.5 ms, >= 2
 memory    peak of 83,000 rows and of 1.4 million: < 20 MB apart
 makespan  4 servers, lognormal lengths, against tokens / capacity: <= 1.02, with one server killed at
           40 % and back 10 s later <= 1.05, with one half as fast <= 1.08; static split and round-robin
-kills     SIGKILL of the client at random moments, then the same again: every row once, redone rows <=
-          those in flight + 1 s of work
+kills     SIGKILL of the client at 200 random moments, ten of a run, then its end: the rows of an
+          undisturbed run, each once; redone rows <= those in flight + 1 s of work
 resume    opening the journals of 83,000 and of 1.4 million rows: < 0.3 s, < 2 s
 
 Needs a C compiler for nullserver.c.
@@ -19,7 +19,9 @@ Needs a C compiler for nullserver.c.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -30,13 +32,16 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.fanout_client import DIGEST, prompt_id
+from benchmarks.fanout_client import DIGEST, forked, prompt_id
 from datagen.store.journal import Entry, Journal, Kind, read_journal
 from datagen.store.layout import RunLayout
 from datagen.store.responses import ResponsesReader
@@ -45,24 +50,43 @@ ROOT = Path(__file__).resolve().parents[1]
 Result = dict[str, Any]
 STEP_US = 5
 ANSWER_TOKENS = 1000
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["benchmarks.fanout_client"])
 
 
 def answer(tokens: int = ANSWER_TOKENS) -> bytes:
     """A response of `tokens`, as SGLang's /generate words it."""
-    ids = [1000 + 37 * i % 30000 for i in range(tokens - 1)] + [2]
-    text = " ".join(f"word{i % 97}" for i in range(int(tokens * 0.74)))
     meta = {
         "id": "x", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 100,
         "completion_tokens": tokens, "cached_tokens": 0, "e2e_latency": 1.0,
     }  # fmt: skip
-    chat = [
-        {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    ]
+    body = {"text": text(tokens), "output_ids": token_ids(tokens), "meta_info": meta}
+    return json.dumps(body).encode()
+
+
+def chat_answer(tokens: int = ANSWER_TOKENS) -> bytes:
+    """The same as /v1/chat/completions words it, with the ids that speculators asks for."""
+    message = {"role": "assistant", "content": text(tokens)}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "stop",
+        "token_ids": token_ids(tokens),
+    }
     usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": tokens + 100}
-    body = {"text": text, "output_ids": ids, "meta_info": meta, "choices": chat, "usage": usage}
-    return json.dumps(
-        {**body, "id": "x", "object": "chat.completion", "created": 0, "model": "null"}
-    ).encode()
+    body = {"id": "x", "object": "chat.completion", "created": 0, "model": "null", "usage": usage,
+            "choices": [choice], "prompt_token_ids": list(range(100))}  # fmt: skip
+    return json.dumps(body).encode()
+
+
+def token_ids(tokens: int) -> list[int]:
+    """Ids as a model with a vocabulary of tens of thousands gives them, and a stop token."""
+    return [1000 + 37 * i % 30000 for i in range(tokens - 1)] + [2]
+
+
+def text(tokens: int) -> str:
+    """Some words for so many tokens."""
+    return " ".join(f"word{i % 97}" for i in range(int(tokens * 0.74)))
 
 
 class Bench:
@@ -75,15 +99,15 @@ class Bench:
         self._ports = iter(range(random.randint(20000, 40000), 65000))
 
     def server(
-        self, *, slots: int, step_us: float, tokens: int, port: int = 0
+        self, *, slots: int, step_us: float, body: bytes, port: int = 0
     ) -> tuple[subprocess.Popen[str], int]:
-        """A server on a port of its own; wait for it."""
-        body = self.folder / f"body-{tokens}.json"
-        body.write_bytes(answer(tokens))
+        """A server on a port of its own, that answers `body`; wait for it."""
+        said = self.folder / f"body-{hashlib.sha256(body).hexdigest()[:8]}.json"
+        said.write_bytes(body)
         while True:
             at = port or next(self._ports)
             process = subprocess.Popen(
-                [self.binary, str(at), str(slots), str(step_us), body],
+                [self.binary, str(at), str(slots), str(step_us), said],
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )  # fmt: skip
             assert process.stdout is not None
@@ -92,10 +116,11 @@ class Bench:
 
     @contextmanager
     def serving(
-        self, *steps_us: float, slots: int, tokens: int = ANSWER_TOKENS
+        self, *steps_us: float, slots: int, tokens: int = ANSWER_TOKENS, chat: bool = False
     ) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
         """One server for each step time."""
-        made = [self.server(slots=slots, step_us=s, tokens=tokens) for s in steps_us]
+        body = chat_answer(tokens) if chat else answer(tokens)
+        made = [self.server(slots=slots, step_us=s, body=body) for s in steps_us]
         processes, ports = [m[0] for m in made], [m[1] for m in made]
         try:
             yield processes, ports
@@ -295,56 +320,86 @@ def outage(
     processes[0].kill()
     processes[0].wait()
     time.sleep(OUTAGE_S)
-    processes[0] = bench.server(slots=SLOTS, step_us=step_us, tokens=50, port=port)[0]
+    processes[0] = bench.server(slots=SLOTS, step_us=step_us, body=answer(50), port=port)[0]
 
 
-def stored(run: Path, rows: int) -> tuple[int, int]:
-    """Distinct and total responses on disk, sealed."""
-    seen: list[str] = []
+def stored(run: Path, rows: int) -> Counter[tuple[str, int, bytes]]:
+    """What is on disk, sealed: prompt, turn and ids of each response, and how often."""
     layout = RunLayout(run)
-    for index in range(-(-rows // 100)):
+    seen: Counter[tuple[str, int, bytes]] = Counter()
+    for index in range(-(-rows // KILL_PARTITION)):
         partition = layout.partition(index)
         for number in partition.numbers("responses"):
-            seen += [r.prompt_id for r in ResponsesReader(partition.responses(number))]
-    wanted = {prompt_id(i) for i in range(rows)}
-    return len(set(seen) & wanted), len(seen)
+            seen.update(
+                (r.prompt_id, r.turn, r.response_ids.tobytes())
+                for r in ResponsesReader(partition.responses(number))
+            )
+    return seen
+
+
+KILL_ROWS, KILL_WINDOW, KILL_PARTITION, KILLS_OF_A_RUN = 2000, 64, 100, 10
+KILL_RATE = 64 / 0.05  # rows a second of its server
 
 
 def kills(bench: Bench, args: argparse.Namespace) -> Result:
-    """SIGKILL at random moments between the first row and the last, then the same command."""
-    rows, window, rate = 2000, 64, 64 / 0.05
+    """SIGKILL at random moments between the first row and the last, ten of each run; then its end.
+
+    What is on disk is compared with an undisturbed run; rows asked for in vain are counted by the server.
+    """
     log: list[Result] = []
+    flags = ["--rows", KILL_ROWS, "--window", KILL_WINDOW, "--limit", KILL_WINDOW, "--mean", 1000,
+             "--sigma", 0.5, "--partition", KILL_PARTITION]  # fmt: skip
     with bench.serving(50, slots=64, tokens=50) as (_, ports):
-        flags = {
-            "rows": rows,
-            "window": window,
-            "limit": window,
-            "mean": 1000,
-            "sigma": 0.5,
-            "partition": 100,
-        }
-        for seed in range(args.kills):
-            run, rng = bench.folder / f"kill-{seed}", random.Random(seed)
-            before = served(ports[0])
-            client = bench.client(ports, run, **flags)
-            at = rng.uniform(0.02, 0.98)
-            while (done := journaled(run, rows)) < at * rows and client.poll() is None:
-                time.sleep(0.005)
-            client.send_signal(signal.SIGKILL)
-            client.wait()
-            done = journaled(run, rows)
-            again = bench.drive(ports, run, **flags)
-            distinct, total = stored(run, rows)
-            redone = served(ports[0]) - before - rows
-            log.append({"seed": seed, "row": done, "distinct": distinct, "total": total, "redone": redone,
-                        })  # fmt: skip
-            good = distinct == total == rows == done + again["asked"] and 0 < done < rows
-            good = good and redone <= window + rate
-            print(f"      kill {seed} at row {done}: {distinct} distinct of {total}", flush=True)
-            if not good:
-                return {"log": log, "passed": False}
+        url = f"http://127.0.0.1:{ports[0]}"
+
+        def client(run: Path) -> tuple[BaseProcess, Connection]:
+            ours, theirs = FORKS.Pipe(duplex=False)
+            arguments = [*map(str, flags), "--run", str(run), "--urls", url]
+            process = FORKS.Process(target=forked, args=(arguments, theirs))
+            process.start()
+            theirs.close()
+            return process, ours
+
+        def whole(run: Path) -> Counter[tuple[str, int, bytes]]:
+            process, told = client(run)
+            process.join()
+            told.close()
+            if process.exitcode:
+                raise RuntimeError(f"the client failed: {process.exitcode}")
+            found = stored(run, KILL_ROWS)
             shutil.rmtree(run)
-    return {"kills": len(log), "log": log, "rows": rows, "rate": rate, "passed": True}
+            return found
+
+        undisturbed = whole(bench.folder / "undisturbed")
+        good = undisturbed.total() == len(undisturbed) == KILL_ROWS
+        for seed in range(-(-args.kills // KILLS_OF_A_RUN)):
+            run, rng = bench.folder / f"kill-{seed}", random.Random(seed)
+            for moment in sorted(rng.uniform(0.005, 0.98) for _ in range(KILLS_OF_A_RUN)):
+                asked, had, began = served(ports[0]), journaled(run, KILL_ROWS), time.monotonic()
+                process, told = client(run)
+                while journaled(run, KILL_ROWS) < moment * KILL_ROWS and process.is_alive():
+                    time.sleep(0.002)
+                time.sleep(rng.uniform(0, 0.05))  # between two commits, too
+                process.kill()
+                delay = time.monotonic() - began
+                process.join()
+                told.close()
+                has = journaled(run, KILL_ROWS)
+                redone = served(ports[0]) - asked - (has - had)
+                log.append({"seed": seed, "delay_s": round(delay, 3), "row": has, "redone": redone})
+                good = good and process.exitcode == -signal.SIGKILL and 0 < has < KILL_ROWS
+                good = good and 0 <= redone <= KILL_WINDOW + KILL_RATE
+            good = good and whole(run) == undisturbed
+            last = [entry["row"] for entry in log[-KILLS_OF_A_RUN:]]
+            print(
+                f"      run {seed}, killed at rows {last}: {'same' if good else 'DIFFERS'}",
+                flush=True,
+            )
+            if not good:
+                break
+    most = max(entry["redone"] for entry in log)
+    return {"kills": len(log), "most_redone": most, "log": log, "rows": KILL_ROWS,
+            "rate": KILL_RATE, "passed": good}  # fmt: skip
 
 
 def served(port: int) -> int:
@@ -358,7 +413,7 @@ def journaled(run: Path, rows: int) -> int:
     layout = RunLayout(run)
     return sum(
         int((read_journal(layout.partition(i).journal)["kind"] == Kind.RESPONSE).sum())
-        for i in range(-(-rows // 100))
+        for i in range(-(-rows // KILL_PARTITION))
     )
 
 
@@ -409,7 +464,6 @@ def main() -> int:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     out = ROOT / "benchmarks" / "results" / f"fanout-{time.strftime('%Y-%m-%d')}.json"
-    kept: Result = json.loads(out.read_text()) if out.exists() else {}
     missed = False
     with tempfile.TemporaryDirectory(prefix="fanout-") as folder:
         bench = Bench(Path(folder))
@@ -417,6 +471,7 @@ def main() -> int:
             load = os.getloadavg()[0]
             result = {"load_average": load, **PARTS[name](bench, args)}
             missed |= not result["passed"]
+            kept: Result = json.loads(out.read_text()) if out.exists() else {}
             kept[name] = result
             shown = {k: v for k, v in result.items() if k != "log"}
             print(
