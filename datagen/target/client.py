@@ -267,8 +267,10 @@ class SGLangClient:
     async def _exchange(self, method: str, path: str, body: Any) -> Any:
         assert self._session is not None, "use SGLangClient as an async context manager"
         data = None
-        if body is not None:  # a ready payload: aiohttp would look for its kind
-            data = aiohttp.BytesPayload(orjson.dumps(body), content_type="application/json")
+        if body is not None:
+            # a copy, for orjson's own bytes keep 16 KB; a ready payload, for aiohttp would seek its kind
+            exact = bytes(memoryview(orjson.dumps(body)))
+            data = aiohttp.BytesPayload(exact, content_type="application/json")
         url = self._routes.get(path) or self._routes.setdefault(path, URL(self.url + path))
         try:
             async with self._session.request(method, url, data=data) as response:
