@@ -35,7 +35,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
@@ -358,18 +357,15 @@ def kills(bench: Bench, args: argparse.Namespace) -> Result:
     with bench.serving(50, slots=64, tokens=50) as (_, ports):
         url = f"http://127.0.0.1:{ports[0]}"
 
-        def client(run: Path) -> tuple[BaseProcess, Connection]:
-            ours, theirs = FORKS.Pipe(duplex=False)
+        def client(run: Path) -> BaseProcess:
             arguments = [*map(str, flags), "--run", str(run), "--urls", url]
-            process = FORKS.Process(target=forked, args=(arguments, theirs))
+            process = FORKS.Process(target=forked, args=(arguments,))
             process.start()
-            theirs.close()
-            return process, ours
+            return process
 
         def whole(run: Path) -> Counter[tuple[str, int, bytes]]:
-            process, told = client(run)
+            process = client(run)
             process.join()
-            told.close()
             if process.exitcode:
                 raise RuntimeError(f"the client failed: {process.exitcode}")
             found = stored(run, KILL_ROWS)
@@ -385,14 +381,13 @@ def kills(bench: Bench, args: argparse.Namespace) -> Result:
             of_run: list[Result] = []
             for moment in sorted(rng.uniform(0, 1) for _ in range(KILLS_OF_A_RUN)):
                 asked, had, began = served(ports[0]), journaled(run, KILL_ROWS), time.monotonic()
-                process, told = client(run)
+                process = client(run)
                 while journaled(run, KILL_ROWS) < moment * KILL_ROWS and process.is_alive():
                     time.sleep(0.002)
                 time.sleep(rng.uniform(0, 0.05))  # between two commits, too
                 process.kill()
                 delay = time.monotonic() - began
                 process.join()
-                told.close()
                 has = journaled(run, KILL_ROWS)
                 if process.exitcode != -signal.SIGKILL or not 0 < has < KILL_ROWS:
                     continue  # before the first row, or after the last: not counted

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -212,9 +211,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def forked(arguments: Sequence[str], tell: Connection) -> None:
+def forked(arguments: Sequence[str]) -> None:
     """A client in a process that has all of this imported: for many that are killed soon."""
-    tell.send(uvloop.run(drive(parsed(arguments))))
+    uvloop.run(drive(parsed(arguments)))
 
 
 def main() -> None:
