@@ -2,7 +2,7 @@
 
 python benchmarks/fanout.py                  # everything, an hour
 python benchmarks/fanout.py cpu kills        # some parts
-python benchmarks/fanout.py cpu --specforge PATH --speculators PATH   # peers' scripts beside it
+python benchmarks/fanout.py cpu --specforge PATH --speculators PATH --peer-python PYTHON
 
 cpu       client CPU of a 1,000-token response, HTTP to journal: <= 0.5 ms, >= 2,000 rows/s and core at
           1,024 in flight, <= 150 MB; a bare aiohttp loop and the peers' scripts beside it
@@ -41,6 +41,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.fanout_client import DIGEST, forked, prompt_id
+from datagen.embedded.weights import ensure_checkpoint
 from datagen.store.journal import Entry, Journal, Kind, read_journal
 from datagen.store.layout import RunLayout
 from datagen.store.responses import ResponsesReader
@@ -191,8 +192,9 @@ def cpu(bench: Bench, args: argparse.Namespace) -> Result:
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             raw.append(float(said.stdout))
+    with bench.serving(STEP_US, slots=4096, chat=True) as (_, ports):
         peers = {
-            name: peer_cpu(bench, name, getattr(args, name), ports[0])
+            name: peer_cpu(bench, name, getattr(args, name), args.peer_python, ports[0])
             for name in ("specforge", "speculators")
         }
     each = [o["cpu_s"] / rows * 1e3 for o in ours]
@@ -212,40 +214,50 @@ def cpu(bench: Bench, args: argparse.Namespace) -> Result:
     return result
 
 
-def peer_cpu(bench: Bench, name: str, script: Path | None, port: int) -> float | str:
-    """CPU in ms a row of a peer's regenerate script against the same server, start-up taken off."""
+FEW, MANY = 64, {"specforge": 264, "speculators": 1064}
+
+
+def peer_cpu(bench: Bench, name: str, script: Path | None, python: str, port: int) -> float | str:
+    """CPU in ms a row of a peer's regenerate script against a chat endpoint, start-up taken off."""
     if script is None:
         return f"skipped: give --{name} the path of its script"
     used: dict[int, float] = {}
-    few, many = 64, 1064
-    for rows in (few, many):
-        prompts, out = (
-            bench.folder / f"{name}-{rows}.jsonl",
-            bench.folder / f"{name}-{rows}-out.jsonl",
-        )
+    for rows in (FEW, MANY[name]):
+        # speculators names a data set of the hub; a folder of that name where it runs is taken for it
+        folder = bench.folder / f"{name}-{rows}"
+        prompts, out = folder / "HuggingFaceH4/ultrachat_200k/train_sft.jsonl", folder / "out.jsonl"
+        prompts.parent.mkdir(parents=True)
         turns = [{"role": "user", "content": "word " * 80}]
-        lines = [json.dumps({"id": str(i), "conversations": turns}) + "\n" for i in range(rows)]
-        prompts.write_text("".join(lines), encoding="utf-8")
+        lines = [
+            json.dumps({"id": str(i), "conversations": turns, "messages": turns})
+            for i in range(rows)
+        ]
+        prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
         if name == "specforge":
             flags = ["--model", "null", "--concurrency", "64", "--max-tokens", str(ANSWER_TOKENS),
                      "--server-address", f"127.0.0.1:{port}", "--input-file-path", prompts,
                      "--output-file-path", out]  # fmt: skip
         else:
-            flags = ["--model", "null", "--concurrency", "256", "--max-tokens", str(ANSWER_TOKENS),
-                     "--endpoint", f"http://127.0.0.1:{port}/v1", "--dataset", prompts,
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            flags = ["--model", ensure_checkpoint(), "--concurrency", "256", "--endpoint", url,
+                     "--max-tokens", str(ANSWER_TOKENS), "--dataset", "ultrachat", "--split", "train",
                      "--outfile", out]  # fmt: skip
         before = os.times()
-        done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
-        if done.returncode:
-            return f"failed: {done.stderr.strip().splitlines()[-1:]}"
+        done = subprocess.run(
+            [python, script.resolve(), *flags], capture_output=True, text=True, cwd=folder,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)},
+        )  # fmt: skip
         after = os.times()
+        written = len(out.read_text().splitlines()) if out.exists() else 0
+        if done.returncode or written != rows:
+            return f"failed, {written} of {rows} rows: {done.stderr.strip().splitlines()[-1:]}"
         used[rows] = (
             after.children_user
             + after.children_system
             - before.children_user
             - before.children_system
         )
-    return (used[many] - used[few]) / (many - few) * 1e3
+    return (used[MANY[name]] - used[FEW]) / (MANY[name] - FEW) * 1e3
 
 
 def memory(bench: Bench, args: argparse.Namespace) -> Result:
@@ -463,6 +475,9 @@ def main() -> int:
     parser.add_argument("--specforge", type=Path, help="its scripts/regenerate_train_data.py")
     parser.add_argument(
         "--speculators", type=Path, help="its scripts/response_regeneration/script.py"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter with what their scripts import"
     )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rows", type=int, default=32_000, help="of makespan")
