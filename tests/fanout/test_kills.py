@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import random
 import threading
 import time
@@ -19,9 +18,8 @@ from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import RunLayout
 from datagen.store.responses import ResponsesReader
 from tests.fanout.test_storms import GOOD, http, serving
+from tests.forks import FORKS
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.fanout_client"])
 ROWS, PARTITION, WINDOW, ANSWER_S = 300, 50, 16, 0.02
 
 
