@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import random
 import resource
 import sys
@@ -20,11 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
+from numpy.typing import NDArray
 
+from datagen.collect.commits import Commits
 from datagen.collect.gate import PartitionGate
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
+from datagen.fanout.garbage import seldom_collected
 from datagen.fanout.rows import Answered, Priority, Role, Work
 from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import WindowConfig
@@ -42,6 +46,7 @@ SPEC = StatesSpec(
 )
 GREEDY = Sampling(temperature=0.0)
 CONTEXT = np.arange(100, dtype=np.int32)
+CONTEXT_IDS = CONTEXT.tolist()
 
 
 def prompt_id(row: int) -> str:
@@ -49,20 +54,17 @@ def prompt_id(row: int) -> str:
     return hashlib.sha256(str(row).encode()).hexdigest()
 
 
-def lengths(rows: int, mean: float, sigma: float, most: float, seed: int) -> list[int]:
-    """Output tokens of each row: lognormal of that mean, cut at `most` times it."""
-    rng = random.Random(seed)
-    median = mean / np.exp(sigma**2 / 2)
-    return [
-        max(1, int(min(most * mean, rng.lognormvariate(np.log(median), sigma))))
-        for _ in range(rows)
-    ]
+def lengths(rows: int, mean: float, sigma: float, most: float, seed: int) -> NDArray[np.int32]:
+    """Output tokens of each row, int32 [rows]: lognormal of that mean, cut at `most` times it."""
+    rng, mu = random.Random(seed), math.log(mean) - sigma**2 / 2  # numpy's are 4 MB of code
+    drawn = (rng.lognormvariate(mu, sigma) for _ in range(rows))
+    return np.fromiter((max(1, min(most * mean, round(n))) for n in drawn), np.int32, rows)
 
 
 async def ask(endpoint: Endpoint, row: int, tokens: int) -> Generation:
     """One row of `tokens`."""
     return await endpoint.generate(
-        CONTEXT.tolist(), rid=f"{row}-{time.monotonic_ns()}", sampling=GREEDY,
+        CONTEXT_IDS, rid=f"{row}-{time.monotonic_ns()}", sampling=GREEDY,
         max_new_tokens=tokens, stop_token_ids=(2,), seed=None,
     )  # fmt: skip
 
@@ -130,13 +132,16 @@ async def bound_rows(
     yield run, lambda: 10**9 if not in_order else window * len(clients)
 
 
-async def drive(args: argparse.Namespace) -> dict[str, float]:
-    """Bring every row to disk; returns what it took."""
+async def drive(
+    args: argparse.Namespace, started: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Bring every row to disk; returns what it took. `started` is called before the first row."""
     tokens = lengths(args.rows, args.mean, args.sigma, args.most, args.seed)
     layout, committer = RunLayout(args.run), GroupCommitter()
     asked = 0
     async with AsyncExitStack() as stack:
         stack.callback(committer.close)
+        stack.enter_context(seldom_collected())
         clients = [await stack.enter_async_context(SGLangClient(url)) for url in args.urls]
         source = {
             "shared": lambda: shared_queue(clients, args.window, args.limit),
@@ -145,17 +150,14 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
         }[args.policy]
         run, capacity = await stack.enter_async_context(source())
         gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1))
-        commits = asyncio.Semaphore(512)
+        commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
             nonlocal asked
             if store.outcome(prompt_id(row), 0) is Outcome.PENDING:
                 asked += 1
-                said = response(row, await run(row, tokens[row]))
-                async with commits:
-                    await asyncio.wrap_future(
-                        committer.submit(store, lambda s: s.add_response(said))
-                    )
+                said = response(row, await run(row, int(tokens[row])))
+                await commits.run(store, lambda s: s.add_response(said))
 
         async def partition(index: int) -> None:
             try:
@@ -167,12 +169,12 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
                 async with asyncio.TaskGroup() as group:
                     for row in rows:
                         group.create_task(one(store, row))
-                await asyncio.wrap_future(committer.submit(store, lambda s: s.seal(len(rows))))
-                await asyncio.wrap_future(committer.submit(store, lambda s: s.close()))
+                await commits.run(store, lambda s: s.seal(len(rows)))
+                await commits.run(store, lambda s: s.close())
             finally:
                 gate.release()
 
-        print("started", flush=True)
+        started()
         opened = time.monotonic()
         cpu = time.process_time()
         pending = [
@@ -189,14 +191,14 @@ async def drive(args: argparse.Namespace) -> dict[str, float]:
         "asked": asked,
         "wall_s": wall,
         "cpu_s": cpu,
-        "tokens": float(sum(tokens)),
-        "longest": float(max(tokens, default=0)),
+        "tokens": float(tokens.sum()),
+        "longest": float(tokens.max()),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
-def main() -> None:
-    """Parse, run, print."""
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a client; those of this process when none are given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--urls", nargs="+", required=True)
     parser.add_argument("--run", type=Path, required=True)
@@ -209,8 +211,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1024)
     parser.add_argument("--partition", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    print(json.dumps(uvloop.run(drive(args))), flush=True)
+    return parser.parse_args(arguments)
+
+
+def forked(arguments: Sequence[str]) -> None:
+    """A client in a process that has all of this imported: for many that are killed soon."""
+    uvloop.run(drive(parsed(arguments)))
+
+
+def main() -> None:
+    """Run, and print."""
+    said = uvloop.run(drive(parsed(), lambda: print("started", flush=True)))
+    print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Failed
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from datagen.collect import CollectJob
+from datagen.collect.job import CollectJob
 from datagen.config import OnLength, collect_config
 from datagen.errors import DatagenError
 from flows.logs import flow_logger

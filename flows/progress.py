@@ -16,8 +16,8 @@ from prefect.artifacts import (
 )
 from prefect.events import emit_event
 
-from datagen.collect import CollectJob, ProgressSnapshot
-from datagen.collect.progress import format_bytes, format_seconds
+from datagen.collect.job import CollectJob
+from datagen.collect.progress import ProgressSnapshot, format_bytes, format_seconds
 from datagen.store.manifest import Manifest
 from flows.logs import flow_logger
 

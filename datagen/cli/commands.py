@@ -17,7 +17,7 @@ from datagen.cli.app import app, err, out, partition_bar
 from datagen.errors import Interrupted
 
 if TYPE_CHECKING:
-    from datagen.collect import CollectJob
+    from datagen.collect.job import CollectJob
     from datagen.config import CollectConfig
     from datagen.store.manifest import Manifest
 
@@ -121,7 +121,7 @@ def collect(
 
 async def collect_watched(config: CollectConfig, *, frozen: bool = False) -> Manifest:
     """Run the job under a progress line; the first signal drains, the second aborts."""
-    from datagen.collect import CollectJob
+    from datagen.collect.job import CollectJob
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     async with CollectJob.open(

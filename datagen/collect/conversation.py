@@ -19,6 +19,7 @@ import numpy as np
 
 from datagen.collect.answers import fault
 from datagen.collect.budget import ByteBudget
+from datagen.collect.commits import Commits
 from datagen.collect.encoding import EncodePool
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
@@ -28,7 +29,6 @@ from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.lengths import LengthModel
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import context_messages, split_turns
-from datagen.store.group_commit import GroupCommitter
 from datagen.store.guards import Guards, examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
@@ -48,8 +48,7 @@ class Workshop:
     config: CollectConfig
     renderer: Renderer
     dispatcher: Dispatcher
-    committer: GroupCommitter
-    commits: asyncio.Semaphore
+    commits: Commits
     encoders: EncodePool
     budget: ByteBudget
     progress: Progress
@@ -61,8 +60,7 @@ class Workshop:
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
         """Run `action` on the writer thread; returns once its rows are durable."""
-        async with self.commits:
-            return await asyncio.wrap_future(self.committer.submit(store, action))
+        return await self.commits.run(store, action)
 
 
 def row_seed(run_seed: int, prompt_id: str, turn: int, refused: int = 0) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
+from datagen.collect.commits import Commits
 from datagen.collect.conversation import Workshop, collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
@@ -33,6 +34,7 @@ from datagen.collect.servers import server_specs
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.garbage import seldom_collected
 from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.encoder import Encoder
@@ -49,7 +51,6 @@ from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient, Timeouts
 from datagen.target.preflight import ServerReport, inspect_server, require_whole_prefills
 
-MAX_QUEUED_COMMITS = 512
 REFIT_SAMPLES = 8
 
 
@@ -160,6 +161,7 @@ class CollectJob:
             fingerprint.save(layout.fingerprint)
         else:
             fingerprint.require_same(stored, layout.root)
+        stack.enter_context(seldom_collected())
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
@@ -172,8 +174,7 @@ class CollectJob:
             config=config,
             renderer=renderer,
             dispatcher=dispatcher,
-            committer=committer,
-            commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            commits=Commits(committer),
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,

@@ -21,6 +21,7 @@ from datagen.fanout.histogram import Histogram
 from datagen.fanout.queue import RowQueue
 from datagen.fanout.rows import Answered, Rejected, Role, Row, Work
 from datagen.fanout.server import Server, ServerSpec, choose_quarantine
+from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Dispatcher:
         self._flights: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._stopped: BaseException | None = None
+        self._deadlines = Deadlines()
         self._quarantined = False
         self.queue_wait, self.loop_lag = Histogram(), Histogram()
 
@@ -169,10 +171,10 @@ class Dispatcher:
         limit_s = server.pace(row).deadline_s(row.work.tokens)
         try:
             try:
-                async with asyncio.timeout(limit_s) as deadline:
+                with self._deadlines.within(limit_s) as deadline:
                     value = await row.work.call(server.endpoint)
             except TimeoutError as e:
-                if not deadline.expired():
+                if not deadline.expired:
                     raise
                 raise EndpointFailure("row_timeout", f"no answer in {limit_s:.0f} s") from e
         except asyncio.CancelledError:

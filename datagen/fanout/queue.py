@@ -24,6 +24,9 @@ class RowQueue:
     def __len__(self) -> int:
         return len(self._suspects) + sum(map(len, self._heaps.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._suspects) or any(self._heaps.values())
+
     @property
     def has_suspects(self) -> bool:
         """True when rows wait to be tried alone, wanted or not."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import fsspec
 import pyarrow as pa
 
 Location = Path | str
@@ -33,7 +33,7 @@ def read_bytes(where: Location) -> bytes:
     path = local_path(where)
     if path is not None:
         return path.read_bytes()
-    fs, name = fsspec.core.url_to_fs(str(where))
+    fs, name = _remote(where)
     content: bytes = fs.cat_file(name)
     return content
 
@@ -43,5 +43,13 @@ def open_file(where: Location) -> pa.NativeFile:
     path = local_path(where)
     if path is not None:
         return pa.memory_map(str(path))
-    fs, name = fsspec.core.url_to_fs(str(where))
+    fs, name = _remote(where)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
+
+
+def _remote(where: Location) -> tuple[Any, str]:
+    """The file system of a URL, and the name in it."""
+    import fsspec  # few runs read from elsewhere, and it is 2 MB
+
+    fs, name = fsspec.core.url_to_fs(str(where))
+    return fs, str(name)

@@ -30,6 +30,7 @@ from datagen.errors import EndpointDown
 from datagen.target.answers import Capture as Capture
 from datagen.target.answers import Generation as Generation
 from datagen.target.answers import capture_of, failure_of, generation_of, message_of
+from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
@@ -62,11 +63,13 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._has_metrics = True
+        self._deadlines = Deadlines()
 
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            headers={**self._headers, "Content-Type": "application/json"},
+            headers=self._headers,
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=READ_BUFFER_BYTES,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect),
@@ -235,7 +238,7 @@ class SGLangClient:
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
         try:
-            async with asyncio.timeout(self.timeouts.row):
+            with self._deadlines.within(self.timeouts.row):
                 answer = await self._request("POST", "/generate", body)
         except TimeoutError as e:
             self._abandon(rid)
@@ -263,7 +266,11 @@ class SGLangClient:
 
     async def _exchange(self, method: str, path: str, body: Any) -> Any:
         assert self._session is not None, "use SGLangClient as an async context manager"
-        data = None if body is None else orjson.dumps(body)
+        data = None
+        if body is not None:
+            # a copy, for orjson's own bytes keep 16 KB; a ready payload, for aiohttp would seek its kind
+            exact = bytes(memoryview(orjson.dumps(body)))
+            data = aiohttp.BytesPayload(exact, content_type="application/json")
         url = self._routes.get(path) or self._routes.setdefault(path, URL(self.url + path))
         try:
             async with self._session.request(method, url, data=data) as response:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datagen.collect import CollectJob
+from datagen.collect.job import CollectJob
 from datagen.config import collect_config
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import Manifest

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import datagen.cli  # noqa: F401 - registers the commands
 from datagen.cli.app import app
-from datagen.collect import CollectJob
+from datagen.collect.job import CollectJob
 from datagen.collect.opening import stored_config
 from datagen.store.manifest import Manifest
 from datagen.store.verify import verify_run

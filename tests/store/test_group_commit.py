@@ -6,15 +6,32 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from datagen.errors import StorageFull
-from datagen.store.group_commit import GroupCommitter
+from datagen.store.group_commit import GATHER_S, GroupCommitter, Order
 from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import PartitionLayout
 from datagen.store.partition import Outcome, PartitionStore
 from tests.store.rows import collect, open_store, prompt_id, reject
+
+
+def submit(
+    committer: GroupCommitter, store: PartitionStore, action: Callable[[PartitionStore], Any]
+) -> Future[Any]:
+    """Order `action`; its future resolves once it is told."""
+    future: Future[Any] = Future()
+
+    def tell(orders: list[Order]) -> None:
+        if orders[0].error is not None:
+            future.set_exception(orders[0].error)
+        else:
+            future.set_result(orders[0].result)
+
+    committer.put(Order(store, action, tell))
+    return future
 
 
 def collecting(number: int) -> Callable[[PartitionStore], None]:
@@ -28,7 +45,7 @@ def journaled(root: Path) -> int:
 def test_a_resolved_future_means_the_row_is_on_disk(tmp_path: Path) -> None:
     store, committer = open_store(tmp_path), GroupCommitter()
     for number in range(5):
-        committer.submit(store, collecting(number)).result(timeout=10)
+        submit(committer, store, collecting(number)).result(timeout=10)
         assert journaled(tmp_path) == number + 1
     committer.close()
     store.close()
@@ -42,9 +59,9 @@ def test_rows_that_wait_together_share_one_commit(tmp_path: Path) -> None:
         started.set()
         gate.wait(10)
 
-    first = committer.submit(store, wait)
+    first = submit(committer, store, wait)
     started.wait(10)
-    waiting = [committer.submit(store, collecting(number)) for number in range(40)]
+    waiting = [submit(committer, store, collecting(number)) for number in range(40)]
     gate.set()
     for future in [first, *waiting]:
         future.result(timeout=10)
@@ -58,11 +75,11 @@ def test_many_threads_and_partitions_lose_nothing(tmp_path: Path) -> None:
     committer = GroupCommitter(max_queued=8)
     futures: list[Future[None]] = []
 
-    def submit(index: int, numbers: range) -> None:
-        futures.extend(committer.submit(stores[index], collecting(n)) for n in numbers)
+    def enter(index: int, numbers: range) -> None:
+        futures.extend(submit(committer, stores[index], collecting(n)) for n in numbers)
 
     threads = [
-        threading.Thread(target=submit, args=(i, range(k * 10, k * 10 + 10)))
+        threading.Thread(target=enter, args=(i, range(k * 10, k * 10 + 10)))
         for i in range(3)
         for k in range(3)
     ]
@@ -73,16 +90,16 @@ def test_many_threads_and_partitions_lose_nothing(tmp_path: Path) -> None:
     for future in futures:
         future.result(timeout=30)
     for index, store in enumerate(stores):
-        committer.submit(store, lambda s: s.seal(30)).result(timeout=30)
-        committer.submit(store, lambda s: s.close()).result(timeout=30)
+        submit(committer, store, lambda s: s.seal(30)).result(timeout=30)
+        submit(committer, store, lambda s: s.close()).result(timeout=30)
         assert journaled(tmp_path / str(index)) == 30
     committer.close()
 
 
 def test_the_results_of_actions_come_back(tmp_path: Path) -> None:
     store, committer = open_store(tmp_path), GroupCommitter()
-    committer.submit(store, collecting(0)).result(timeout=10)
-    answer = committer.submit(store, lambda s: s.response(prompt_id(0), 0)).result(timeout=10)
+    submit(committer, store, collecting(0)).result(timeout=10)
+    answer = submit(committer, store, lambda s: s.response(prompt_id(0), 0)).result(timeout=10)
     assert answer.text.startswith("answer 0.0")
     committer.close()
     store.close()
@@ -96,13 +113,13 @@ def test_a_full_queue_holds_the_submitter_back(tmp_path: Path) -> None:
         started.set()
         gate.wait(10)
 
-    committer.submit(store, wait)
+    submit(committer, store, wait)
     started.wait(10)
-    committer.submit(store, collecting(0))
+    submit(committer, store, collecting(0))
     passed = threading.Event()
 
     def submit_one_more() -> None:
-        committer.submit(store, collecting(1))
+        submit(committer, store, collecting(1))
         passed.set()
 
     threading.Thread(target=submit_one_more).start()
@@ -119,17 +136,17 @@ def test_a_full_disk_fails_this_row_and_every_later_one_with_the_same_error(
 ) -> None:
     root = small_disk / "00000"
     store, committer = open_store(root), GroupCommitter()
-    committer.submit(store, collecting(0)).result(timeout=10)
+    submit(committer, store, collecting(0)).result(timeout=10)
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(bytes(2 << 20))
     errors: list[BaseException | None] = []
     for number in range(1, 20):
-        error = committer.submit(store, collecting(number)).exception(timeout=10)
+        error = submit(committer, store, collecting(number)).exception(timeout=10)
         if error is not None:
             errors.append(error)
     filler.unlink()
-    errors.append(committer.submit(store, collecting(50)).exception(timeout=10))
+    errors.append(submit(committer, store, collecting(50)).exception(timeout=10))
     assert isinstance(errors[0], StorageFull)
     assert {id(e) for e in errors} == {id(errors[0])}
     committer.close()
@@ -145,11 +162,11 @@ def test_an_action_that_fails_spares_the_rows_committed_with_it(tmp_path: Path) 
         started.set()
         gate.wait(10)
 
-    committer.submit(store, wait)
+    submit(committer, store, wait)
     started.wait(10)
-    good = committer.submit(store, partial(reject, number=0))
-    bad = committer.submit(store, partial(reject, number=0))
-    late = committer.submit(store, collecting(1))
+    good = submit(committer, store, partial(reject, number=0))
+    bad = submit(committer, store, partial(reject, number=0))
+    late = submit(committer, store, collecting(1))
     gate.set()
     assert good.result(timeout=10) is None
     assert isinstance(bad.exception(timeout=10), ValueError)
@@ -167,23 +184,44 @@ def test_a_cancelled_order_is_not_carried_out(tmp_path: Path) -> None:
         started.set()
         gate.wait(10)
 
-    committer.submit(store, wait)
+    submit(committer, store, wait)
     started.wait(10)
-    assert committer.submit(store, collecting(0)).cancel()
+    told: list[Order] = []
+    order = Order(store, collecting(0), told.extend)
+    committer.put(order)
+    order.cancelled = True
     gate.set()
     committer.close()
     store.close()
     assert journaled(tmp_path) == 0
+    assert not told
 
 
 def test_closing_carries_out_what_is_queued_and_refuses_what_comes_after(tmp_path: Path) -> None:
     store, committer = open_store(tmp_path), GroupCommitter()
-    committer.submit(store, lambda _: time.sleep(0.05))
-    futures = [committer.submit(store, collecting(n)) for n in range(30)]
+    submit(committer, store, lambda _: time.sleep(0.05))
+    futures = [submit(committer, store, collecting(n)) for n in range(30)]
     committer.close()
     committer.close()
     assert all(f.done() and f.exception() is None for f in futures)
     with pytest.raises(RuntimeError, match="closed"):
-        committer.submit(store, collecting(99))
+        submit(committer, store, collecting(99))
     store.close()
     assert journaled(tmp_path) == 30
+
+
+def test_orders_with_one_teller_are_told_together_and_batches_keep_their_distance(
+    tmp_path: Path,
+) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    told: list[list[Order]] = []
+    began = time.monotonic()
+    for number in range(200):
+        committer.put(Order(store, partial(reject, number=number), told.append))
+        time.sleep(0.001)
+    committer.close()
+    batches = (time.monotonic() - began) / GATHER_S
+    store.close()
+    assert sum(map(len, told)) == 200
+    assert all(order.error is None for orders in told for order in orders)
+    assert 2 <= len(told) <= batches + 2

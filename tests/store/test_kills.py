@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import shutil
 import struct
@@ -18,11 +17,9 @@ from datagen.store.partition import PartitionSummary
 from datagen.store.rejections import read_rejections
 from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
+from tests.forks import FORKS
 from tests.store.faults import COUNT, REJECTED, write_rows
 from tests.store.rows import DIGEST, prompt_id
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.store.faults"])
 
 
 def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import shutil
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from datagen.store.repair import Repaired, repair_run
 from datagen.store.run_status import run_status
 from datagen.store.states import ShardReader
 from datagen.store.verify import verify_run
+from tests.forks import FORKS
 from tests.store.faults import repair
 from tests.store.rows import (
     REJECTED,
@@ -35,8 +35,6 @@ from tests.store.rows import (
     reject,
 )
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.store.faults"])
 NUMBERS = {prompt_id(n): n for n in range(100)}
 PROMPTS = 9
 

@@ -1,0 +1,48 @@
+"""Commits as the event loop sees them: awaited, a bounded number at once, a batch told by one wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from datagen.store.group_commit import GroupCommitter, Order
+from datagen.store.partition import PartitionStore
+
+T = TypeVar("T")
+MAX_QUEUED = 512
+"""Rows with the writer; more than these wait here, so that a slow disk holds rows back, not the loop."""
+
+
+class Commits:
+    """The group committer for coroutines. Made within the event loop that it serves."""
+
+    def __init__(self, committer: GroupCommitter) -> None:
+        self._committer = committer
+        self._loop = asyncio.get_running_loop()
+        self._room = asyncio.Semaphore(MAX_QUEUED)
+
+    async def run(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
+        """Run `action` on the writer thread; returns once its rows are durable. Raises its error."""
+        async with self._room:
+            order = Order(store, action, self._told, ticket=self._loop.create_future())
+            self._committer.put(order)
+            try:
+                await order.ticket
+            except asyncio.CancelledError:
+                order.cancelled = True
+                raise
+        if order.error is not None:
+            raise order.error
+        return order.result  # type: ignore[no-any-return]
+
+    def _told(self, orders: list[Order]) -> None:
+        """On the writer thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_wake, orders)
+
+
+def _wake(orders: list[Order]) -> None:
+    for order in orders:
+        if not order.ticket.done():
+            order.ticket.set_result(None)
