@@ -28,6 +28,7 @@ from datagen.errors import ConfigError, CorruptFile
 from datagen.store.arrow_batches import open_batches
 from datagen.store.arrow_part import COMPRESSION
 from datagen.store.codecs import Encoded, codec_named
+from datagen.store.columns import list_of, number_column, text_column
 from datagen.store.files import Location
 
 FORMAT = "datagen.states.1"
@@ -106,13 +107,12 @@ def to_batch(
         raise ValueError("the sample was encoded with other parameters than its shard's")
     mask = np.zeros(len(input_ids), dtype=np.int8)
     mask[n_context:] = 1
-    offsets = [0, len(input_ids)]
     columns: list[pa.Array] = [
-        pa.array([f"{prompt_id}-{turn}"]),
-        pa.array([prompt_id]),
-        pa.array([len(input_ids)], type=pa.int32()),
-        pa.LargeListArray.from_arrays(offsets, pa.array(input_ids, type=pa.int32())),
-        pa.LargeListArray.from_arrays(offsets, pa.array(mask, type=pa.int8())),
+        text_column(pa.string(), [f"{prompt_id}-{turn}"]),
+        text_column(pa.string(), [prompt_id]),
+        number_column(pa.int32(), [len(input_ids)]),
+        list_of(np.ascontiguousarray(input_ids, dtype=np.int32)),
+        list_of(mask),
         *codec_named(schema.metadata[b"codec"].decode()).arrays(encoded.exp, encoded.sm),
     ]
     return pa.record_batch(columns, schema=schema)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from datagen.config import collect_config
 from datagen.errors import ConfigError, CorruptFile
 from datagen.store import codecs
 from datagen.store.arrow_part import ArrowPart, recover
-from datagen.store.codecs import REGISTRY, codec_named
+from datagen.store.codecs import REGISTRY, _zstd, codec_named
 from datagen.store.codecs._planes import BLOCK_TOKENS
 from datagen.store.codecs.mantissa_4 import rounded
 from datagen.store.layout import part
@@ -182,6 +183,31 @@ def test_mantissa_4_halves_gaussian_states() -> None:
     spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "mantissa-4")
     rows = states_like(600, spec=spec)
     assert 2.0 < rows.nbytes / encode(spec, fit(spec, rows), rows).n_bytes < 2.2
+
+
+# -- zstd ---------------------------------------------------------------------------------------
+
+
+def test_a_frame_is_huffman_coded_and_any_zstd_reads_it() -> None:
+    """No match is looked for, and yet the size is what Huffman codes of a skewed byte give."""
+    content = np.random.default_rng(0).geometric(0.5, 300_000).astype(np.uint8)
+    frame = _zstd.Deflater()(content)
+    assert 2.0 < 8 * len(frame) / len(content) < 2.02  # the entropy of it is 2 bits
+    assert zstandard.frame_content_size(frame) == len(content)
+    assert zstandard.ZstdDecompressor().decompress(frame) == content.tobytes()
+    back = np.empty_like(content)
+    _zstd.Inflater()(frame, back)
+    assert np.array_equal(back, content)
+
+
+def test_a_frame_of_another_size_or_with_more_behind_it_is_refused() -> None:
+    inflate, frame = _zstd.Inflater(), _zstd.Deflater()(np.arange(100, dtype=np.uint8))
+    for size in (0, 99, 101):
+        with pytest.raises(zstandard.ZstdError, match="expected"):
+            inflate(frame, np.empty(size, dtype=np.uint8))
+    for bad in (frame[:-1], frame + b"more", frame + frame, b"", b"no frame"):
+        with pytest.raises(zstandard.ZstdError):
+            inflate(bad, np.empty(100, dtype=np.uint8))
 
 
 # -- the registry -------------------------------------------------------------------------------
