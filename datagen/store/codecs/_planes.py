@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from zstandard import ZstdError
 
+from datagen.store.arrow_row import Buffers, present, two_ends
 from datagen.store.codecs import _zstd as zstd
 from datagen.store.columns import binary_column, list_of
 
@@ -113,8 +113,7 @@ def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None
 # -- frames -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A wanted part of one frame, and its place in the answer.
 
     Tokens [first, first+size) are the frame's; of them [low, high) are wanted, of the layers
@@ -231,19 +230,17 @@ def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
     return [list_of(frames), binary_column([len(sm)], sm)]
 
 
-def framed_parts(batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
-    """The inverse of `framed_arrays`, without a copy."""
-    (sm,) = _views(batch.column("sm"))
-    return _views(batch.column("exp")[0].values), sm
-
-
-def _views(column: pa.Array) -> list[memoryview]:
-    """The values of a validated large_binary array. Arrow's own scalars would be copies."""
-    if column.null_count:
-        raise ValueError("a frame is missing")
-    _, offsets, data = column.buffers()
-    if not len(column):
-        return []
-    ends = np.frombuffer(offsets, dtype=np.int64)[column.offset :][: len(column) + 1].tolist()
-    whole = memoryview(data) if data is not None else memoryview(b"")
-    return [whole[a:b] for a, b in itertools.pairwise(ends)]
+def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+    """The inverse of `framed_arrays`, without a copy. Raises ValueError, struct.error."""
+    _, list_ends, _, frame_ends, frames = exp
+    _, plane_ends, plane = sm
+    first, last = two_ends(list_ends)
+    if not 0 <= first <= last:
+        raise ValueError(f"frames {first} to {last}")
+    ends = present(frame_ends)[8 * first : 8 * (last + 1)].cast("q").tolist()
+    if len(ends) != last - first + 1:
+        raise ValueError(f"{len(ends)} ends of {last - first} frames")
+    return (
+        [present(frames)[a:b] for a, b in itertools.pairwise(ends)],
+        present(plane)[slice(*two_ends(plane_ends))],
+    )
