@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+IDS = pa.large_list(pa.int32())
+
 
 def text_column(kind: pa.DataType, values: Sequence[str | None]) -> pa.Array:
     """A `string` or `large_string` column. Raises UnicodeEncodeError on lone surrogates."""
@@ -28,14 +30,14 @@ def number_column(kind: pa.DataType, values: Sequence[int | float | None]) -> pa
 def id_column(rows: Sequence[NDArray[np.int32]]) -> pa.Array:
     """A `large_list<int32>` column of token ids."""
     flat = np.concatenate(rows, dtype=np.int32)
-    return _lists(_numbers(pa.int32(), flat), [len(r) for r in rows])
+    return _lists(IDS, _numbers(pa.int32(), flat), [len(r) for r in rows])
 
 
-def list_of(values: NDArray[np.generic] | pa.Array) -> pa.Array:
+def list_of(kind: pa.DataType, values: NDArray[np.generic] | pa.Array) -> pa.Array:
     """A `large_list` column of one row, which holds all of `values`, not copied."""
     if isinstance(values, np.ndarray):
-        values = _numbers(pa.from_numpy_dtype(values.dtype), values)
-    return _lists(values, [len(values)])
+        values = _numbers(kind.value_type, values)
+    return _lists(kind, values, [len(values)])
 
 
 def binary_column(sizes: Sequence[int], content: bytes | memoryview) -> pa.Array:
@@ -48,8 +50,7 @@ def _numbers(kind: pa.DataType, values: NDArray[np.generic]) -> pa.Array:
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
 
-def _lists(items: pa.Array, sizes: Sequence[int]) -> pa.Array:
-    kind = pa.large_list(items.type)
+def _lists(kind: pa.DataType, items: pa.Array, sizes: Sequence[int]) -> pa.Array:
     return pa.Array.from_buffers(kind, len(sizes), [None, _ends(sizes)], children=[items])
 
 

@@ -32,16 +32,17 @@ from datagen.store.arrow_batches import open_batches
 from datagen.store.arrow_part import COMPRESSION
 from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import Encoded, Frames, codec_named
-from datagen.store.columns import list_of, number_column, text_column
+from datagen.store.columns import IDS, list_of, number_column, text_column
 from datagen.store.files import Location
 
 FORMAT = "datagen.states.1"
+MASK = pa.large_list(pa.int8())
 SAMPLE_FIELDS = [
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("prompt_id", pa.string(), nullable=False),
     pa.field("n_tokens", pa.int32(), nullable=False),
-    pa.field("input_ids", pa.large_list(pa.int32()), nullable=False),
-    pa.field("loss_mask", pa.large_list(pa.int8()), nullable=False),
+    pa.field("input_ids", IDS, nullable=False),
+    pa.field("loss_mask", MASK, nullable=False),
 ]
 SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
 MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
@@ -115,8 +116,8 @@ def to_batch(
         text_column(pa.string(), [f"{prompt_id}-{turn}"]),
         text_column(pa.string(), [prompt_id]),
         number_column(pa.int32(), [len(input_ids)]),
-        list_of(np.ascontiguousarray(input_ids, dtype=np.int32)),
-        list_of(mask),
+        list_of(IDS, np.ascontiguousarray(input_ids, dtype=np.int32)),
+        list_of(MASK, mask),
         *codec_named(schema.metadata[b"codec"].decode()).arrays(encoded.exp, encoded.sm),
     ]
     return pa.record_batch(columns, schema=schema)

@@ -133,6 +133,44 @@ def test_the_raw_plane_of_a_sample_is_mapped_not_copied(tmp_path: Path) -> None:
     assert not plane_TW.flags.writeable
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_sample_is_read_from_its_buffers_alone_where_arrow_has_nothing_to_inflate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec = spec_of(name)
+    samples = [states_like(n, seed=n, spec=spec) for n in (7, BLOCK_TOKENS + 3)]
+    file = part_of(tmp_path / "states-000.arrow", spec, samples)
+    file.sync()
+    growing = ShardReader(part(file.path), end=file.n_bytes)
+    sealed = ShardReader(file.seal().path)
+    wanted = [sealed.states(row) for row in range(2)]
+    for reader in (growing, sealed):
+
+        def made(*_: object) -> pa.RecordBatch:
+            raise AssertionError("Arrow made a batch")
+
+        monkeypatch.setattr(reader._batches, "columns", made)
+        for row in range(2):
+            if codec_named(name).ipc_compression:
+                with pytest.raises(AssertionError, match="Arrow made a batch"):
+                    reader.states(row)
+            else:
+                assert np.array_equal(reader.states(row), wanted[row])
+    assert (sealed._batches.buffers(0) is None) == bool(codec_named(name).ipc_compression)
+
+
+def test_a_batch_of_two_rows_is_refused(tmp_path: Path) -> None:
+    spec = spec_of("plane")
+    file = part_of(tmp_path / "one.arrow", spec, [states_like(n, spec=spec) for n in (7, 9)])
+    table = pa.ipc.open_file(str(file.seal().path)).read_all().combine_chunks()
+    path = tmp_path / "states-000.arrow"
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    for read in (ShardReader(path).states, ShardReader(path).columns, ShardReader(path).raw_plane):
+        with pytest.raises(CorruptFile, match="row 0: a batch of 2 rows"):
+            read(0)
+
+
 def test_a_compressed_buffer_that_states_a_huge_size_is_refused_before_it_is_allocated(
     tmp_path: Path,
 ) -> None:

@@ -28,8 +28,9 @@ BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
 CHUNK_VALUES = 1 << 17  # values split or joined at a time: the temporaries stay in the L2 cache
+FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
-    pa.field("exp", pa.large_list(pa.large_binary()), nullable=False),
+    pa.field("exp", FRAMES, nullable=False),
     pa.field("sm", pa.large_binary(), nullable=False),
 )
 
@@ -227,7 +228,7 @@ def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
     """One row of FRAMED_FIELDS; neither the plane nor a single frame is copied."""
     whole = exp[0] if len(exp) == 1 else b"".join(exp)
     frames = binary_column([len(frame) for frame in exp], whole)
-    return [list_of(frames), binary_column([len(sm)], sm)]
+    return [list_of(FRAMES, frames), binary_column([len(sm)], sm)]
 
 
 def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
