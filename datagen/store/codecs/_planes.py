@@ -99,16 +99,16 @@ def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> No
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
     """Fill `out_TW` with bit patterns: the inverse of `split`."""
     step = max(1, CHUNK_VALUES // out_TW.shape[1])
-    rotated, _ = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
+    wide, flags = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
     for at in range(0, len(out_TW), step):
-        out = out_TW[at : at + step]
-        a = rotated[: len(out)]
-        np.add(exponents_TW[at : at + step], bias_W, out=a)
-        np.left_shift(a, 8, out=a)  # the bias wraps mod 256: what is beyond falls off
-        np.bitwise_or(a, sm_TW[at : at + step], out=a)
-        np.right_shift(a, 1, out=out)
-        np.left_shift(a, 15, out=a)
-        np.bitwise_or(out, a, out=out)
+        out, sm = out_TW[at : at + step], sm_TW[at : at + step]
+        signs, narrow = wide[: len(out)], flags.view(np.uint8)[: len(out)]
+        np.add(exponents_TW[at : at + step], bias_W, out=narrow)
+        np.left_shift(narrow, 7, out=out, dtype=np.uint16)
+        np.left_shift(sm, 15, out=signs, dtype=np.uint16)
+        np.bitwise_or(out, signs, out=out)
+        np.right_shift(sm, 1, out=narrow)
+        np.bitwise_or(out, narrow, out=out)
 
 
 # -- frames -------------------------------------------------------------------------------------
