@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from store_states import Samples
 
 from datagen.store.arrow_part import write_options
+from datagen.store.arrow_row import buffers_of
 from datagen.store.codecs import codec_named
 from datagen.store.encoder import Encoder
 from datagen.store.states import StatesSpec, encode, to_batch
@@ -65,7 +66,7 @@ def ours(name: str, spec: StatesSpec, samples: Samples) -> Scheme:
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
             n = batch.column("n_tokens")[0].as_py()
-            exp, sm = codec.stored(batch)
+            exp, sm = codec.stored(*(buffers_of(batch.column(name)) for name in ("exp", "sm")))
             found.append(
                 codec.decode(
                     exp, sm, n, spec.width, spec.hidden_size, params, slice(None),

@@ -11,7 +11,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_message import blocks_of, require_sizes
+from datagen.store.arrow_message import blocks_of, require_sizes, row_buffers
 from datagen.store.files import Location, open_file
 
 MAGIC_BYTES = 8
@@ -31,6 +31,10 @@ class Batches(Protocol):
 
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         """The same with some columns alone; the others are not read, nor decompressed."""
+        ...
+
+    def buffers(self, index: int) -> list[memoryview] | None:
+        """All buffers of a batch of one row, as in `row_buffers`. Raises CorruptFile."""
         ...
 
     def table(self, names: list[str]) -> pa.Table:
@@ -97,6 +101,7 @@ class _Sealed:
         if len(self._blocks) != self._reader.num_record_batches:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
+        self._mapped = memoryview(_whole(file)) if isinstance(file, pa.MemoryMappedFile) else None
 
     def _open(self, names: tuple[str, ...] = ()) -> pa.RecordBatchFileReader:
         fields = [self.schema.get_field_index(name) for name in names]
@@ -111,6 +116,17 @@ class _Sealed:
 
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self._batch(self._narrowed(names), index)
+
+    def buffers(self, index: int) -> list[memoryview] | None:
+        offset, metadata, body = self._blocks[index].tolist()
+        with _damage_is_corruption(self._where, f"row {index}: "):
+            message = self._bytes(offset + PREFIX_BYTES, metadata - PREFIX_BYTES)
+            return row_buffers(message, self._bytes(offset + metadata, body))
+
+    def _bytes(self, at: int, size: int) -> memoryview:
+        if self._mapped is not None:
+            return self._mapped[at : at + size]
+        return memoryview(self._file.read_at(size, at))
 
     def table(self, names: list[str]) -> pa.Table:
         for index in range(len(self)):
@@ -186,6 +202,11 @@ class _Growing:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self[index].select(names)
 
+    def buffers(self, index: int) -> list[memoryview] | None:
+        message = self._messages[index]
+        with _damage_is_corruption(self._where, f"row {index}: "):
+            return row_buffers(message.metadata, memoryview(message.body))
+
     def table(self, names: list[str]) -> pa.Table:
         batches = [self.columns(index, names) for index in range(len(self))]
         schema = pa.schema([self.schema.field(name) for name in names])
@@ -196,6 +217,11 @@ class _Growing:
 
     def end(self, index: int) -> int:
         return int(self._ends[index])
+
+
+def _whole(file: pa.MemoryMappedFile) -> pa.Buffer:
+    file.seek(0)
+    return file.read_buffer()
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -4,14 +4,15 @@ Arrow allocates what a compressed buffer states as its size, so the statement is
 first. Only the few tables needed are followed, every offset checked:
     Footer   { recordBatches: [Block { offset i64, metadata i32 + 4, body i64 }] (3) }
     Message  { header: RecordBatch (2) }
-    RecordBatch { buffers: [Buffer { offset i64, length i64 }] (2), compression (3) }
+    RecordBatch { length i64 (0), nodes: [FieldNode { length i64, null_count i64 }] (1),
+                  buffers: [Buffer { offset i64, length i64 }] (2), compression (3) }
 See https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format and its .fbs files.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,6 @@ BLOCK = np.dtype(
     {"names": ["offset", "metadata", "body"], "formats": ["<i8", "<i4", "<i8"],
      "offsets": [0, 8, 16], "itemsize": 24}
 )  # fmt: skip
-BUFFER = np.dtype([("offset", "<i8"), ("length", "<i8")])
 ALWAYS_BYTES = 256 << 20
 MOST_RATIO = (
     256  # of what a buffer states to what it takes; bf16 states reach 4 when they are broken
@@ -35,7 +35,8 @@ class Damaged(ValueError):
 
 
 # Plain functions over bytes: a training epoch passes here once a sample.
-_U16, _I32, _U32 = (struct.Struct(f"<{kind}").unpack_from for kind in "HiI")
+_PAIR = struct.Struct("<qq")
+_U16, _I32, _U32, _I64 = (struct.Struct(f"<{kind}").unpack_from for kind in "HiIq")
 
 
 def _root(data: bytes) -> int:
@@ -61,15 +62,27 @@ def _child(data: bytes, table: int, number: int) -> int | None:
     return None if at is None else at + _U32(data, at)[0]
 
 
-def _structs(data: bytes, table: int, number: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-    """A field's vector of structs."""
+def _vector(data: bytes, table: int, number: int, itemsize: int) -> tuple[int, int]:
+    """Where the items of a field's vector begin, and how many there are."""
     at = _child(data, table, number)
     if at is None:
-        return np.zeros(0, dtype=dtype)
-    count = _U32(data, at)[0]
-    if at + 4 + count * dtype.itemsize > len(data):
+        return 0, 0
+    count = int(_U32(data, at)[0])
+    if at + 4 + count * itemsize > len(data):
         raise Damaged(f"a vector of {count} ends after its file")
-    return np.frombuffer(data, dtype=dtype, count=count, offset=at + 4)
+    return at + 4, count
+
+
+def _structs(data: bytes, table: int, number: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """A field's vector of structs."""
+    at, count = _vector(data, table, number, dtype.itemsize)
+    return np.frombuffer(data, dtype=dtype, count=count, offset=at)
+
+
+def _pairs(data: bytes, table: int, number: int) -> Iterator[tuple[int, int]]:
+    """A field's vector of pairs of i64: for a few, quicker than an array."""
+    at, count = _vector(data, table, number, _PAIR.size)
+    return _PAIR.iter_unpack(data[at : at + count * _PAIR.size])
 
 
 def blocks_of(read_at: ReadAt, size: int) -> NDArray[np.int64]:
@@ -108,22 +121,49 @@ def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int)
     `metadata`: the message's flatbuffer; `body_at` reads the body.
     """
     data = bytes(metadata)
-    try:
-        header = _child(data, _root(data), 2)
-        if header is None:
-            raise Damaged("a message without a batch")
-        compressed = _field(data, header, 3) is not None
-        buffers = _structs(data, header, 2, BUFFER).tolist()
-    except struct.error as e:
-        raise Damaged(f"no message: {e}") from e
+    _, compressed, buffers = _batch(data, body_size)
     stated = 0
-    for offset, length in buffers:
-        if offset < 0 or length < 0 or offset > body_size - length:
-            raise Damaged("a buffer lies outside of its batch")
-        if compressed and length:
+    for offset, length in buffers if compressed else ():
+        if length:
             prefix = int.from_bytes(bytes(body_at(offset, min(8, length))), "little", signed=True)
             if prefix < -1 or length < 8:
                 raise Damaged(f"a buffer states {prefix} bytes")
             stated += prefix if prefix >= 0 else length - 8
     if stated > max(ALWAYS_BYTES, MOST_RATIO * body_size):
         raise Damaged(f"buffers of {body_size} bytes state {stated}")
+
+
+def row_buffers(metadata: memoryview | bytes, body: memoryview) -> list[memoryview] | None:
+    """The buffers of a batch of one row without a null, in the schema's order, not copied.
+
+    A tenth of what Arrow needs to make a batch of them. None where Arrow compressed them. Raises Damaged.
+    """
+    data = bytes(metadata)
+    header, compressed, buffers = _batch(data, len(body))
+    if compressed:
+        return None
+    try:
+        at = _field(data, header, 0)
+        rows = _I64(data, at)[0] if at is not None else 0
+        missing = any(nulls for _, nulls in _pairs(data, header, 1))
+    except struct.error as e:
+        raise Damaged(f"no message: {e}") from e
+    if rows != 1 or missing:
+        raise Damaged(f"a batch of {rows} rows" if rows != 1 else "a cell is missing")
+    return [body[offset : offset + length] for offset, length in buffers]
+
+
+def _batch(data: bytes, body_size: int) -> tuple[int, bool, list[tuple[int, int]]]:
+    """Where a message's batch lies, whether it is compressed, its buffers within the body."""
+    try:
+        header = _child(data, _root(data), 2)
+        if header is None:
+            raise Damaged("a message without a batch")
+        compressed = _field(data, header, 3) is not None
+        buffers = [*_pairs(data, header, 2)]
+    except struct.error as e:
+        raise Damaged(f"no message: {e}") from e
+    for offset, length in buffers:
+        if offset < 0 or length < 0 or offset > body_size - length:
+            raise Damaged("a buffer lies outside of its batch")
+    return header, compressed, buffers

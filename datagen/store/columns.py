@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+IDS = pa.large_list(pa.int32())
+
 
 def text_column(kind: pa.DataType, values: Sequence[str | None]) -> pa.Array:
     """A `string` or `large_string` column. Raises UnicodeEncodeError on lone surrogates."""
@@ -27,11 +29,33 @@ def number_column(kind: pa.DataType, values: Sequence[int | float | None]) -> pa
 
 def id_column(rows: Sequence[NDArray[np.int32]]) -> pa.Array:
     """A `large_list<int32>` column of token ids."""
-    ends = np.fromiter(accumulate(map(len, rows), initial=0), dtype=np.int64, count=len(rows) + 1)
     flat = np.concatenate(rows, dtype=np.int32)
-    items = pa.Array.from_buffers(pa.int32(), len(flat), [None, pa.py_buffer(flat)])
-    kind = pa.large_list(pa.int32())
-    return pa.Array.from_buffers(kind, len(rows), [None, pa.py_buffer(ends)], children=[items])
+    return _lists(IDS, _numbers(pa.int32(), flat), [len(r) for r in rows])
+
+
+def list_of(kind: pa.DataType, values: NDArray[np.generic] | pa.Array) -> pa.Array:
+    """A `large_list` column of one row, which holds all of `values`, not copied."""
+    if isinstance(values, np.ndarray):
+        values = _numbers(kind.value_type, values)
+    return _lists(kind, values, [len(values)])
+
+
+def binary_column(sizes: Sequence[int], content: bytes | memoryview) -> pa.Array:
+    """A `large_binary` column whose values of `sizes` bytes lie one after the other; not copied."""
+    buffers = [None, _ends(sizes), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), len(sizes), buffers)
+
+
+def _numbers(kind: pa.DataType, values: NDArray[np.generic]) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _lists(kind: pa.DataType, items: pa.Array, sizes: Sequence[int]) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(sizes), [None, _ends(sizes)], children=[items])
+
+
+def _ends(sizes: Sequence[int]) -> pa.Buffer:
+    return pa.py_buffer(np.array([*accumulate(sizes, initial=0)], dtype=np.int64))
 
 
 def _validity(values: Sequence[object]) -> pa.Buffer | None:

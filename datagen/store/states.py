@@ -16,27 +16,33 @@ layers are the boundaries in order, then the final state.
 from __future__ import annotations
 
 import base64
+import itertools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from datagen.errors import ConfigError, CorruptFile
+from datagen.store import arrow_row
 from datagen.store.arrow_batches import open_batches
 from datagen.store.arrow_part import COMPRESSION
-from datagen.store.codecs import Encoded, codec_named
+from datagen.store.arrow_row import Buffers
+from datagen.store.codecs import Encoded, Frames, codec_named
+from datagen.store.columns import IDS, list_of, number_column, text_column
 from datagen.store.files import Location
 
 FORMAT = "datagen.states.1"
+MASK = pa.large_list(pa.int8())
 SAMPLE_FIELDS = [
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("prompt_id", pa.string(), nullable=False),
     pa.field("n_tokens", pa.int32(), nullable=False),
-    pa.field("input_ids", pa.large_list(pa.int32()), nullable=False),
-    pa.field("loss_mask", pa.large_list(pa.int8()), nullable=False),
+    pa.field("input_ids", IDS, nullable=False),
+    pa.field("loss_mask", MASK, nullable=False),
 ]
 SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
 MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
@@ -106,13 +112,12 @@ def to_batch(
         raise ValueError("the sample was encoded with other parameters than its shard's")
     mask = np.zeros(len(input_ids), dtype=np.int8)
     mask[n_context:] = 1
-    offsets = [0, len(input_ids)]
     columns: list[pa.Array] = [
-        pa.array([f"{prompt_id}-{turn}"]),
-        pa.array([prompt_id]),
-        pa.array([len(input_ids)], type=pa.int32()),
-        pa.LargeListArray.from_arrays(offsets, pa.array(input_ids, type=pa.int32())),
-        pa.LargeListArray.from_arrays(offsets, pa.array(mask, type=pa.int8())),
+        text_column(pa.string(), [f"{prompt_id}-{turn}"]),
+        text_column(pa.string(), [prompt_id]),
+        number_column(pa.int32(), [len(input_ids)]),
+        list_of(IDS, np.ascontiguousarray(input_ids, dtype=np.int32)),
+        list_of(MASK, mask),
         *codec_named(schema.metadata[b"codec"].decode()).arrays(encoded.exp, encoded.sm),
     ]
     return pa.record_batch(columns, schema=schema)
@@ -145,6 +150,15 @@ class TokenColumns:
         return np.bincount(self.input_ids[self.loss_mask != 0])
 
 
+class _Row(NamedTuple):
+    """A sample as it is stored."""
+
+    sample_id: str
+    n_tokens: int
+    exp: Frames
+    sm: memoryview
+
+
 class ShardReader:
     """Random access to the samples of a shard, sealed or still open (`.part`)."""
 
@@ -153,6 +167,8 @@ class ShardReader:
         self._batches = open_batches(path, end=end)
         self.spec, self._params = self._parse(self._batches.schema)
         self._codec = codec_named(self.spec.codec)
+        counts = (arrow_row.n_buffers(field.type) for field in self._batches.schema)
+        self._places = [*itertools.accumulate(counts, initial=0)]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -207,18 +223,13 @@ class ShardReader:
         wanted = range(spec.n_layers) if layers is None else layers
         if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        batch = self._batch(index, of)
+        row = self._row(index, of)
         try:
             return self._codec.decode(
-                *self._codec.stored(batch),
-                int(batch.column("n_tokens")[0].as_py()),
-                spec.width,
-                spec.hidden_size,
-                self._params,
-                tokens,
-                wanted,
-            )
-        except (pa.ArrowException, ValueError, IndexError, TypeError) as e:
+                row.exp, row.sm, row.n_tokens, spec.width, spec.hidden_size, self._params,
+                tokens, wanted,
+            )  # fmt: skip
+        except (ValueError, IndexError) as e:
             raise self._corrupt(index, str(e)) from e
 
     def raw_plane(self, index: int, *, of: tuple[str, int] | None = None) -> NDArray[np.uint8]:
@@ -226,28 +237,44 @@ class ShardReader:
 
         A view of the mapped file, not a copy, unless Arrow compressed the shard. Raises CorruptFile.
         """
-        batch = self._batch(index, of)
+        row = self._row(index, of)
         try:
-            n_tokens = int(batch.column("n_tokens")[0].as_py())
-            plane = np.frombuffer(self._codec.stored(batch)[1], dtype=np.uint8)
-            return plane.reshape(n_tokens, len(plane) // n_tokens)
-        except (pa.ArrowException, ValueError, IndexError, TypeError, ZeroDivisionError) as e:
+            plane = np.frombuffer(row.sm, dtype=np.uint8)
+            return plane.reshape(row.n_tokens, len(plane) // row.n_tokens)
+        except (ValueError, ZeroDivisionError) as e:
             raise self._corrupt(index, str(e)) from e
 
     def stored_bytes(self, index: int) -> int:
         """Encoded size of the states of a sample; with its ids where Arrow compresses them together."""
         if self._codec.ipc_compression:
             return self._batches.body_bytes(self._within(index))
-        exp, sm = self._codec.stored(self._batch(index))
-        return sum(map(len, exp)) + len(sm)
+        row = self._row(index)
+        return sum(map(len, row.exp)) + len(row.sm)
 
     def _within(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return index
 
-    def _batch(self, index: int, of: tuple[str, int] | None = None) -> pa.RecordBatch:
-        return self._complete(index, self._batches[self._within(index)], of)
+    def _row(self, index: int, of: tuple[str, int] | None = None) -> _Row:
+        """What is stored of a sample's states. Arrow makes a batch of it only where it must inflate."""
+        buffers: list[Buffers] | None = None
+        if not self._codec.ipc_compression:
+            flat = self._batches.buffers(self._within(index))
+            if flat is not None and len(flat) == self._places[-1]:
+                buffers = [flat[a:b] for a, b in itertools.pairwise(self._places)]
+        try:
+            if buffers is None:
+                batch = self._batches.columns(self._within(index), self._batches.schema.names)
+                buffers = [arrow_row.buffers_of(c) for c in self._complete(index, batch).columns]
+            sample_id, _, n_tokens, _, _, exp, sm = buffers
+            row = _Row(
+                arrow_row.text(sample_id), arrow_row.number(n_tokens), *self._codec.stored(exp, sm)
+            )
+        except (pa.ArrowException, ValueError, struct.error) as e:
+            raise self._corrupt(index, str(e)) from e
+        self._require(index, row[:2], of)
+        return row
 
     def _complete(
         self, index: int, batch: pa.RecordBatch, of: tuple[str, int] | None = None
@@ -259,12 +286,15 @@ class ShardReader:
                 raise self._corrupt(index, f"{batch.schema.names[number]} is missing")
         if of is not None:
             found = (batch.column("sample_id")[0].as_py(), batch.column("n_tokens")[0].as_py())
-            if found != of:
-                raise self._corrupt(
-                    index,
-                    f"sample {found[0]} of {found[1]} tokens, the journal has {of[0]} of {of[1]}",
-                )
+            self._require(index, found, of)
         return batch
+
+    def _require(self, index: int, found: tuple[str, int], of: tuple[str, int] | None) -> None:
+        if of is not None and found != of:
+            raise self._corrupt(
+                index,
+                f"sample {found[0]} of {found[1]} tokens, the journal has {of[0]} of {of[1]}",
+            )
 
     @property
     def where(self) -> str:

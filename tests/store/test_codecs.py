@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from datagen.config import collect_config
 from datagen.errors import ConfigError, CorruptFile
 from datagen.store import codecs
 from datagen.store.arrow_part import ArrowPart, recover
-from datagen.store.codecs import REGISTRY, codec_named
+from datagen.store.codecs import REGISTRY, _zstd, codec_named
 from datagen.store.codecs._planes import BLOCK_TOKENS
 from datagen.store.codecs.mantissa_4 import rounded
 from datagen.store.layout import part
@@ -132,6 +133,44 @@ def test_the_raw_plane_of_a_sample_is_mapped_not_copied(tmp_path: Path) -> None:
     assert not plane_TW.flags.writeable
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_sample_is_read_from_its_buffers_alone_where_arrow_has_nothing_to_inflate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec = spec_of(name)
+    samples = [states_like(n, seed=n, spec=spec) for n in (7, BLOCK_TOKENS + 3)]
+    file = part_of(tmp_path / "states-000.arrow", spec, samples)
+    file.sync()
+    growing = ShardReader(part(file.path), end=file.n_bytes)
+    sealed = ShardReader(file.seal().path)
+    wanted = [sealed.states(row) for row in range(2)]
+    for reader in (growing, sealed):
+
+        def made(*_: object) -> pa.RecordBatch:
+            raise AssertionError("Arrow made a batch")
+
+        monkeypatch.setattr(reader._batches, "columns", made)
+        for row in range(2):
+            if codec_named(name).ipc_compression:
+                with pytest.raises(AssertionError, match="Arrow made a batch"):
+                    reader.states(row)
+            else:
+                assert np.array_equal(reader.states(row), wanted[row])
+    assert (sealed._batches.buffers(0) is None) == bool(codec_named(name).ipc_compression)
+
+
+def test_a_batch_of_two_rows_is_refused(tmp_path: Path) -> None:
+    spec = spec_of("plane")
+    file = part_of(tmp_path / "one.arrow", spec, [states_like(n, spec=spec) for n in (7, 9)])
+    table = pa.ipc.open_file(str(file.seal().path)).read_all().combine_chunks()
+    path = tmp_path / "states-000.arrow"
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    for read in (ShardReader(path).states, ShardReader(path).columns, ShardReader(path).raw_plane):
+        with pytest.raises(CorruptFile, match="row 0: a batch of 2 rows"):
+            read(0)
+
+
 def test_a_compressed_buffer_that_states_a_huge_size_is_refused_before_it_is_allocated(
     tmp_path: Path,
 ) -> None:
@@ -182,6 +221,31 @@ def test_mantissa_4_halves_gaussian_states() -> None:
     spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "mantissa-4")
     rows = states_like(600, spec=spec)
     assert 2.0 < rows.nbytes / encode(spec, fit(spec, rows), rows).n_bytes < 2.2
+
+
+# -- zstd ---------------------------------------------------------------------------------------
+
+
+def test_a_frame_is_huffman_coded_and_any_zstd_reads_it() -> None:
+    """No match is looked for, and yet the size is what Huffman codes of a skewed byte give."""
+    content = np.random.default_rng(0).geometric(0.5, 300_000).astype(np.uint8)
+    frame = _zstd.Deflater()(content)
+    assert 2.0 < 8 * len(frame) / len(content) < 2.02  # the entropy of it is 2 bits
+    assert zstandard.frame_content_size(frame) == len(content)
+    assert zstandard.ZstdDecompressor().decompress(frame) == content.tobytes()
+    back = np.empty_like(content)
+    _zstd.Inflater()(frame, back)
+    assert np.array_equal(back, content)
+
+
+def test_a_frame_of_another_size_or_with_more_behind_it_is_refused() -> None:
+    inflate, frame = _zstd.Inflater(), _zstd.Deflater()(np.arange(100, dtype=np.uint8))
+    for size in (0, 99, 101):
+        with pytest.raises(zstandard.ZstdError, match="expected"):
+            inflate(frame, np.empty(size, dtype=np.uint8))
+    for bad in (frame[:-1], frame + b"more", frame + frame, b"", b"no frame"):
+        with pytest.raises(zstandard.ZstdError):
+            inflate(bad, np.empty(100, dtype=np.uint8))
 
 
 # -- the registry -------------------------------------------------------------------------------

@@ -232,9 +232,12 @@ def test_a_journal_cut_within_a_sync_keeps_the_first_rows_of_its_batch(tmp_path:
         finish(torn, [0, 1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("stride", [97, pytest.param(23, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["states-000.arrow.part", "responses-000.arrow.part"])
-def test_every_tail_beyond_the_journaled_rows_is_dropped(tmp_path: Path, name: str) -> None:
-    """A kill after the data and before the journal: the last rows torn at every byte."""
+def test_every_tail_beyond_the_journaled_rows_is_dropped(
+    tmp_path: Path, name: str, stride: int
+) -> None:
+    """A kill after the data and before the journal: the last rows torn at many bytes, and whole."""
     whole = tmp_path / "whole"
     with opened(whole) as store:
         collect(store, 0)
@@ -248,7 +251,7 @@ def test_every_tail_beyond_the_journaled_rows_is_dropped(tmp_path: Path, name: s
     first_end = int(records["end"][records["kind"] == kind][0])
     full = (whole / name).read_bytes()
     assert len(full) > first_end
-    for at in range(first_end, len(full) + 1, 23):
+    for at in [*range(first_end, len(full), stride), len(full)]:
         torn = tmp_path / "torn"
         shutil.copytree(whole, torn)
         (torn / name).write_bytes(full[:at])

@@ -305,7 +305,7 @@ def test_a_file_recovered_after_a_kill_has_its_rows_where_the_seal_says(
 
 @pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power cut"])
 @pytest.mark.parametrize(
-    "stride", [12, pytest.param(1, marks=pytest.mark.slow)], ids=["every twelfth", "every"]
+    "stride", [20, pytest.param(1, marks=pytest.mark.slow)], ids=["every twentieth", "every"]
 )
 def test_a_repair_that_dies_at_a_system_call_loses_no_good_row(
     run: Path, good: Path, tmp_path: Path, stride: int, power_cut: bool

@@ -252,7 +252,7 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path: Path) -> None:
         ResponsesReader(shard_of(path, [states_like(4)]))
 
 
-@pytest.mark.parametrize("files", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("files", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_flipped_bytes_give_an_error_or_data_but_never_a_crash(tmp_path: Path, files: int) -> None:
     """Damaged files, in a process of its own with little memory: an abort would end it."""
     shard = shard_of(tmp_path / "states-000.arrow", [states_like(n, seed=n) for n in (9, 20)])

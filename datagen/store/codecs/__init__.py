@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from datagen.errors import ConfigError
+from datagen.store.arrow_row import Buffers
 
 Rows = NDArray[np.uint16]
 Frames = Sequence[bytes | memoryview]
@@ -67,8 +68,11 @@ class Codec(Protocol):
         """The columns of one sample, in the order of `fields`."""
         ...
 
-    def stored(self, batch: pa.RecordBatch) -> tuple[Frames, memoryview]:
-        """Frames and raw plane of a batch of one sample, without a copy."""
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
+        """Frames and raw plane out of the buffers of the two columns of one sample, not copied.
+
+        Raises ValueError, struct.error.
+        """
         ...
 
     def decode(

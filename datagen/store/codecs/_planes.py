@@ -1,8 +1,7 @@
 """What the codecs share: a bf16 as two bytes, blocks and frames of exponents, columns of Arrow.
 
 Of a bf16's 16 bits, sign and mantissa are noise. The exponent, once the scale of its channel is taken
-off, sits at the entropy of a Gaussian (about 2.6 bits). zstd's matcher only finds false matches in
-it; the parameters below leave Huffman coding and little else, smaller and faster than any level.
+off, sits at the entropy of a Gaussian (about 2.6 bits), and Huffman coding brings it there (`_zstd.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import zstandard
 from numpy.typing import NDArray
+from zstandard import ZstdError
+
+from datagen.store.arrow_row import Buffers, present, two_ends
+from datagen.store.codecs import _zstd as zstd
+from datagen.store.columns import binary_column, list_of
 
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
@@ -26,17 +28,9 @@ BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
 CHUNK_VALUES = 1 << 17  # values split or joined at a time: the temporaries stay in the L2 cache
-ZSTD = zstandard.ZstdCompressionParameters.from_level(
-    1,
-    window_log=17,
-    hash_log=6,
-    chain_log=6,
-    min_match=7,
-    strategy=zstandard.STRATEGY_FAST,
-    target_length=0,
-)
+FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
-    pa.field("exp", pa.large_list(pa.large_binary()), nullable=False),
+    pa.field("exp", FRAMES, nullable=False),
     pa.field("sm", pa.large_binary(), nullable=False),
 )
 
@@ -45,8 +39,7 @@ class _OfThread(threading.local):
     """What is made once a thread: contexts and scratch space cost as much as a small sample."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(compression_params=ZSTD)
-        self.decompressor = zstandard.ZstdDecompressor()
+        self.deflate, self.inflate = zstd.Deflater(), zstd.Inflater()
         self._wide = np.empty(0, dtype=np.uint16)
         self._flags = np.empty(0, dtype=np.bool_)
         self._exponents = np.empty(0, dtype=np.uint8)
@@ -106,23 +99,22 @@ def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> No
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
     """Fill `out_TW` with bit patterns: the inverse of `split`."""
     step = max(1, CHUNK_VALUES // out_TW.shape[1])
-    rotated, _ = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
+    wide, flags = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
     for at in range(0, len(out_TW), step):
-        out = out_TW[at : at + step]
-        a = rotated[: len(out)]
-        np.add(exponents_TW[at : at + step], bias_W, out=a)
-        np.left_shift(a, 8, out=a)  # the bias wraps mod 256: what is beyond falls off
-        np.bitwise_or(a, sm_TW[at : at + step], out=a)
-        np.right_shift(a, 1, out=out)
-        np.left_shift(a, 15, out=a)
-        np.bitwise_or(out, a, out=out)
+        out, sm = out_TW[at : at + step], sm_TW[at : at + step]
+        signs, narrow = wide[: len(out)], flags.view(np.uint8)[: len(out)]
+        np.add(exponents_TW[at : at + step], bias_W, out=narrow)
+        np.left_shift(narrow, 7, out=out, dtype=np.uint16)
+        np.left_shift(sm, 15, out=signs, dtype=np.uint16)
+        np.bitwise_or(out, signs, out=out)
+        np.right_shift(sm, 1, out=narrow)
+        np.bitwise_or(out, narrow, out=out)
 
 
 # -- frames -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A wanted part of one frame, and its place in the answer.
 
     Tokens [first, first+size) are the frame's; of them [low, high) are wanted, of the layers
@@ -159,7 +151,7 @@ def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[byt
         group = slice(a * hidden, b * hidden)
         exponents = _of_thread.exponents(len(rows_TW), (b - a) * hidden)
         split(rows_TW[:, group], bias_W[group], exponents, sm_TW[:, group])
-        frames.append(_of_thread.compressor.compress(exponents.data))
+        frames.append(_of_thread.deflate(exponents))
     return frames
 
 
@@ -202,60 +194,54 @@ def _runs(layers: Sequence[int], a: int, b: int) -> list[tuple[int, int, int]]:
 
 
 class Inflater:
-    """Frames of one sample, decompressed as they are asked for; the last one is kept."""
+    """Frames of one sample, decompressed as they are asked for; the last one is kept.
+
+    One at a time on a thread: they share its scratch space.
+    """
 
     def __init__(self, exp: Sequence[Frame], hidden: int) -> None:
         self._exp, self._hidden = exp, hidden
         self._last: tuple[int, Bytes] | None = None
 
     def exponents(self, piece: Piece) -> Bytes:
-        """uint8 [high-low, length*H] of a piece, still less the bias. Raises ValueError."""
+        """uint8 [high-low, length*H] of a piece, still less the bias. Raises ValueError.
+
+        Valid until the next call.
+        """
         if self._last is None or self._last[0] != piece.frame:
-            width = piece.layers_in_frame * self._hidden
-            flat = self._inflate(self._exp[piece.frame], piece.size * width)
-            self._last = (piece.frame, flat.reshape(piece.size, width))
+            whole = _of_thread.exponents(piece.size, piece.layers_in_frame * self._hidden)
+            try:
+                _of_thread.inflate(self._exp[piece.frame], whole)
+            except ZstdError as e:
+                raise ValueError(f"a frame cannot be decompressed: {e}") from e
+            self._last = (piece.frame, whole)
         return self._last[1][
             piece.low - piece.first : piece.high - piece.first,
             piece.inner * self._hidden : (piece.inner + piece.length) * self._hidden,
         ]
-
-    def _inflate(self, frame: Frame, size: int) -> Bytes:
-        """A frame of exactly `size` bytes; its stated size is checked before anything is allocated."""
-        try:
-            stated = zstandard.frame_content_size(bytes(frame[:18]))
-            if stated != size:
-                raise ValueError(f"a frame states {stated} bytes, {size} expected")
-            content = _of_thread.decompressor.decompress(frame, max_output_size=size)
-        except zstandard.ZstdError as e:
-            raise ValueError(f"a frame cannot be decompressed: {e}") from e
-        return np.frombuffer(content, dtype=np.uint8)
 
 
 # -- columns ------------------------------------------------------------------------------------
 
 
 def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
-    """One row of FRAMED_FIELDS; the plane is not copied."""
-    offsets = pa.py_buffer(np.array([0, len(sm)], dtype=np.int64))
-    return [
-        pa.LargeListArray.from_arrays([0, len(exp)], pa.array(exp, type=pa.large_binary())),
-        pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(sm)]),
-    ]
+    """One row of FRAMED_FIELDS; neither the plane nor a single frame is copied."""
+    whole = exp[0] if len(exp) == 1 else b"".join(exp)
+    frames = binary_column([len(frame) for frame in exp], whole)
+    return [list_of(FRAMES, frames), binary_column([len(sm)], sm)]
 
 
-def framed_parts(batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
-    """The inverse of `framed_arrays`, without a copy."""
-    (sm,) = _views(batch.column("sm"))
-    return _views(batch.column("exp")[0].values), sm
-
-
-def _views(column: pa.Array) -> list[memoryview]:
-    """The values of a validated large_binary array. Arrow's own scalars would be copies."""
-    if column.null_count:
-        raise ValueError("a frame is missing")
-    _, offsets, data = column.buffers()
-    if not len(column):
-        return []
-    ends = np.frombuffer(offsets, dtype=np.int64)[column.offset :][: len(column) + 1].tolist()
-    whole = memoryview(data) if data is not None else memoryview(b"")
-    return [whole[a:b] for a, b in itertools.pairwise(ends)]
+def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+    """The inverse of `framed_arrays`, without a copy. Raises ValueError, struct.error."""
+    _, list_ends, _, frame_ends, frames = exp
+    _, plane_ends, plane = sm
+    first, last = two_ends(list_ends)
+    if not 0 <= first <= last:
+        raise ValueError(f"frames {first} to {last}")
+    ends = present(frame_ends)[8 * first : 8 * (last + 1)].cast("q").tolist()
+    if len(ends) != last - first + 1:
+        raise ValueError(f"{len(ends)} ends of {last - first} frames")
+    return (
+        [present(frames)[a:b] for a, b in itertools.pairwise(ends)],
+        present(plane)[slice(*two_ends(plane_ends))],
+    )

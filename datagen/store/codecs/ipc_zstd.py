@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from datagen.store.arrow_row import Buffers, present, two_ends
 from datagen.store.codecs import _planes as planes
 from datagen.store.codecs._planes import Bits, Bytes, Frame
 
@@ -46,9 +47,9 @@ class IpcZstdCodec:
         """One row of `fields`, without a copy."""
         return [_plain_array(exp[0]), _plain_array(sm)]
 
-    def stored(self, batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
         """The inverse of `arrays`."""
-        return [_plain_bytes(batch.column("exp"))], _plain_bytes(batch.column("sm"))
+        return [_plain_bytes(exp)], _plain_bytes(sm)
 
     def decode(
         self,
@@ -87,11 +88,12 @@ def _plain_array(plane: Frame) -> pa.Array:
     return pa.Array.from_buffers(PLAIN, 1, [None, offsets], children=[values])
 
 
-def _plain_bytes(column: pa.Array) -> memoryview:
-    values = column[0].values
-    if values.null_count:
+def _plain_bytes(buffers: Buffers) -> memoryview:
+    _, ends, holes, data = buffers
+    if holes is not None:
         raise ValueError("a plane has holes")
-    return memoryview(values.to_numpy(zero_copy_only=True))
+    first, last = two_ends(ends)
+    return present(data)[first:last]
 
 
 CODEC = IpcZstdCodec()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import _planes as planes
 from datagen.store.codecs._planes import Bits, Bytes, Frame
 
@@ -71,9 +72,9 @@ class Mantissa4Codec:
         """One row of `fields`."""
         return planes.framed_arrays(exp, sm)
 
-    def stored(self, batch: pa.RecordBatch) -> tuple[list[memoryview], memoryview]:
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
         """The inverse of `arrays`."""
-        return planes.framed_parts(batch)
+        return planes.framed_parts(exp, sm)
 
     def decode(
         self,

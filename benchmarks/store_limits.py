@@ -1,0 +1,61 @@
+"""What no codec of the store can pass: the entropy of the states, and the speed of the CPU it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+from store_codecs import cpu_s
+
+from datagen.store.codecs import _planes, _zstd
+
+ROUNDS = 5
+
+
+def limit_bits(rows: NDArray[np.uint16], hidden: int) -> dict[str, float]:
+    """H(exponent | channel), H(sign | channel), H(mantissa | exponent, layer): bits a value."""
+    exponent = sign = mantissa = 0.0
+    width = rows.shape[1]
+    for column in range(width):
+        exponents = (rows[:, column] >> 7 & 0xFF).astype(np.int64)
+        exponent += _entropy(np.bincount(exponents)) / width
+        sign += _entropy(np.bincount(rows[:, column] >> 15)) / width
+    n_layers = width // hidden
+    for layer in range(n_layers):
+        values = rows[:, layer * hidden : (layer + 1) * hidden].reshape(-1)
+        counts = np.bincount(values & 0x7FFF, minlength=32768).reshape(256, 128)
+        share = counts.sum(1) / counts.sum()
+        mantissa += sum(p * _entropy(c) for p, c in zip(share, counts, strict=True)) / n_layers
+    return {"exponent": exponent, "sign": sign, "mantissa": float(mantissa)}
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """Bits a symbol, with Miller and Madow's correction for the symbols not seen often."""
+    seen = counts[counts > 0]
+    if not len(seen):
+        return 0.0
+    p = seen / seen.sum()
+    return float(-(p * np.log2(p)).sum() + (len(seen) - 1) / (2 * seen.sum() * np.log(2)))
+
+
+def physical_speeds(rows: list[NDArray[np.uint16]]) -> dict[str, int]:
+    """What this CPU gives, MB of raw states per CPU second: copying them, and zstd's Huffman coding of
+    their exponents alone. Bars in MB/s presuppose a CPU; these say which this is."""
+    deflate, inflate = _zstd.Deflater(), _zstd.Inflater()
+    raw, copied = sum(r.nbytes for r in rows), np.empty_like(max(rows, key=len))
+    bias = _planes.median_exponents(np.concatenate(rows)[::16])
+    planes = [np.empty(r.shape, dtype=np.uint8) for r in rows]
+    for each, exponents in zip(rows, planes, strict=True):
+        _planes.split(each, bias, exponents, np.empty_like(exponents))
+    frames = [deflate(p) for p in planes]
+    works: dict[str, Callable[[], object]] = {
+        "copy": lambda: [np.copyto(copied[: len(r)], r) for r in rows],
+        "huffman encode": lambda: [deflate(p) for p in planes],
+        "huffman decode": lambda: [inflate(f, p) for f, p in zip(frames, planes, strict=True)],
+    }
+    return {
+        name: round(raw / median(cpu_s(work)[0] for _ in range(ROUNDS)) / 1e6)
+        for name, work in works.items()
+    }

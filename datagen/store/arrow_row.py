@@ -1,0 +1,49 @@
+"""The one row of a batch out of its buffers, without the objects that Arrow would make of them.
+
+A training epoch passes here once a sample: of a sample of 200 KB these objects were a third of the time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+Buffers = Sequence[memoryview | None]
+"""Of a column and its children, in Arrow's order; None: no validity, for nothing is missing."""
+
+
+def n_buffers(kind: pa.DataType) -> int:
+    """Buffers of a column of this type, its children's included."""
+    if pa.types.is_large_list(kind):
+        return 2 + n_buffers(kind.value_type)
+    return 2 if pa.types.is_primitive(kind) else 3
+
+
+def buffers_of(column: pa.Array) -> Buffers:
+    """What Arrow has of a column that it has read itself."""
+    return [None if b is None else memoryview(b) for b in column.buffers()]
+
+
+def text(buffers: Buffers) -> str:
+    """The one value of a `string` column. Raises ValueError, struct.error."""
+    _, ends, content = buffers
+    first, last = struct.unpack_from("<2i", present(ends))
+    return bytes(present(content)[first:last]).decode()
+
+
+def number(buffers: Buffers) -> int:
+    """The one value of an `int32` column. Raises struct.error."""
+    return int(struct.unpack_from("<i", present(buffers[1]))[0])
+
+
+def two_ends(ends: memoryview | None) -> tuple[int, int]:
+    """Where the one value of a column with 64-bit offsets begins and ends. Raises struct.error."""
+    first, last = struct.unpack_from("<2q", present(ends))
+    return first, last
+
+
+def present(buffer: memoryview | None) -> memoryview:
+    """A buffer, empty where Arrow has none."""
+    return memoryview(b"") if buffer is None else buffer
