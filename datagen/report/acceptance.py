@@ -8,6 +8,7 @@ from typing import Any
 
 from datagen.acceptance.breakeven import chain_accept_len, chain_acceptance, required_accept_len
 from datagen.acceptance.scaling import NotIdentifiable, Point, ScalingFit
+from datagen.report.live import by_batch_section, grid_section, live_section
 from datagen.report.plots import Rule, Series, bar_plot, interval_plot, line_plot
 from datagen.report.sections import Plot, Section, Table, interval_text
 from datagen.store.manifest import Manifest
@@ -20,9 +21,13 @@ def evaluation_sections(evaluation: dict[str, Any]) -> list[Section]:
     """Everything one evaluation measured."""
     found = [_acceptance(evaluation), _slices(evaluation)]
     if "live" in evaluation:
-        found.append(_live(evaluation))
+        found.append(live_section(evaluation["live"]))
+    if "grid" in evaluation:
+        found.append(grid_section(evaluation["grid"]))
     if "break_even" in evaluation:
         found.append(_break_even(evaluation))
+    if len(evaluation.get("break_even_by_batch", ())) > 1:
+        found.append(by_batch_section(evaluation))
     return found
 
 
@@ -82,45 +87,6 @@ def _slices(evaluation: dict[str, Any]) -> Section:
     heads = ["slice", "value", "prompts", "accept_len"]
     return Section("accept_len by slice", plots=[Plot(plot, table, heads)],
                    tables=[Table("", heads, table)] if len(table) > SLICES_SHOWN else [])  # fmt: skip
-
-
-def _live(evaluation: dict[str, Any]) -> Section:
-    live = evaluation["live"]
-    rows = [
-        [str(s["concurrency"]), f"{s['baseline_tokens_per_s']:.1f}", f"{s['speculative_tokens_per_s']:.1f}",
-         f"{s['speedup']:.2f}x", f"{s['cycle_ms']:.1f}", f"{s['baseline_throughput']:.1f}",
-         f"{s['speculative_throughput']:.1f}"]
-        for s in live["speeds"]
-    ]  # fmt: skip
-    heads = ["concurrency", "baseline tok/s", "with the drafter", "ratio", "cycle ms",
-             "baseline, all requests", "with the drafter, all"]  # fmt: skip
-    names = sorted({n for s in live["servers"].values() for n in s})
-    servers = [
-        [n, *(str(live["servers"][s].get(n, "")) for s in ("baseline", "speculative"))]
-        for n in names
-    ]
-    total = live["same_outputs"] + len(live["different_outputs"])
-    text = [
-        (
-            f"Live accept_len {interval_text(live['accept_len'])}; with drafts accepted beyond the end of "
-            f"outputs (accept_len_raw) {live['accept_len_raw']:.3f}. Greedy outputs are the same with and "
-            f"without the drafter for {live['same_outputs']} of {total} prompts."
-        ),
-        "Baseline and drafter took turns on the same prompts in one sitting.",
-    ]
-    points = [
-        Series("baseline", tuple((s["concurrency"], s["baseline_tokens_per_s"]) for s in live["speeds"])),
-        Series("with the drafter",
-               tuple((s["concurrency"], s["speculative_tokens_per_s"]) for s in live["speeds"])),
-    ]  # fmt: skip
-    plots = []
-    if len(live["speeds"]) > 1:
-        svg = line_plot(
-            "Tokens/s of one request", points, x="concurrency", y="tokens/s", zero_y=True
-        )
-        plots.append(Plot(svg, rows, heads))
-    about = Table("Servers", ["argument", "baseline", "with the drafter"], servers)
-    return Section("Live", text, [Table("", heads, rows), about], plots)
 
 
 def _break_even(evaluation: dict[str, Any]) -> Section:
