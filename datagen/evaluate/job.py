@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from datagen.acceptance.replay import Replay
     from datagen.drafter.dataset import ManifestSource
     from datagen.drafter.rows import Sample
+    from datagen.drafter.target import Target
 
 FORMAT = "datagen.evaluation.1"
 
@@ -94,7 +95,7 @@ class _Job:
 
     def run(self) -> dict[str, Any]:
         config = self.config
-        counts, drafter, seconds = self._replayed(config.drafter)
+        counts, drafter, seconds, expected = self._replayed(config.drafter)
         found = accept_len(counts)
         tokens = sum(c.tokens for c in counts)
         self.notify(f"replay: accept_len {found} ({tokens / seconds:,.0f} tokens/s)")
@@ -123,11 +124,11 @@ class _Job:
                     n: {v: asdict(i) for v, i in values.items()}
                     for n, values in slices(counts).items()
                 },
-                "seconds": seconds, "dtype": config.dtype,
+                "expected": expected, "seconds": seconds, "dtype": config.dtype,
             },
         }  # fmt: skip
         if config.against is not None:
-            other, about, _ = self._replayed(config.against)
+            other, about, *_ = self._replayed(config.against)
             comparison = compare(other, counts)
             report["comparison"] = {
                 "against": about, "accept_len": asdict(accept_len(other)),
@@ -192,7 +193,7 @@ class _Job:
         from datagen.acceptance.parity import captured_outputs
 
         found = asyncio.run(captured_outputs(url, live.outputs, self.profile))
-        runner, _ = self._runner(self.config.drafter)
+        runner, *_ = self._runner(self.config.drafter)
         ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
         theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
         differ = {
@@ -215,26 +216,44 @@ class _Job:
         def replayed(steps: int) -> Interval:
             if steps == self.config.steps:
                 return found
-            runner, _ = self._runner(self.config.drafter, steps)
+            runner, *_ = self._runner(self.config.drafter, steps)
             return accept_len([r.counts for r in runner.run(self._samples(), self.tags)])
 
         return measured_grid(self.config, self.profile, self._sitting(), replayed, self.notify)
 
     # -- replay --------------------------------------------------------------------------------
 
-    def _replayed(self, directory: Path) -> tuple[list[Counts], dict[str, Any], float]:
-        """Counts, what the drafter is, and the seconds of the replay, its loading left out."""
-        runner, about = self._runner(directory)
+    def _replayed(
+        self, directory: Path
+    ) -> tuple[list[Counts], dict[str, Any], float, dict[str, float | int] | None]:
+        """Counts, what the drafter is, the replay's seconds without its loading, and for sampled
+
+        responses what the steps were expected to deliver.
+        """
+        from datagen.acceptance.expected import Draw, expected_of_sample, mean_and_spread
+
+        runner, target, about = self._runner(directory)
+        how = self.manifest.sampling.get(self.config.split) or {}
+        draw = None
+        if how.get("temperature", 0) > 0 and self.source.info.final_norm != "none":
+            draw = Draw(
+                target, runner.device, self.source.info.final_norm, how["temperature"],
+                how.get("top_p", 1.0), how.get("top_k", -1),
+            )  # fmt: skip
+        counts, expected = [], []
         started = time.monotonic()
-        counts = [r.counts for r in runner.run(self._samples(), self.tags)]
-        return counts, about, time.monotonic() - started
+        for found in runner.run(self._samples(), self.tags):
+            counts.append(found.counts)
+            if draw is not None and (one := expected_of_sample(found, draw)) is not None:
+                expected.append(one)
+        return counts, about, time.monotonic() - started, mean_and_spread(expected)
 
     def _samples(self) -> Iterator[Sample]:
         for ref in self.refs:
             yield self.source.read(ref, ref.n_tokens)
 
-    def _runner(self, directory: Path, steps: int = 0) -> tuple[Replay, dict[str, Any]]:
-        """A replay at K = `steps`, or the evaluation's own, and what the drafter is."""
+    def _runner(self, directory: Path, steps: int = 0) -> tuple[Replay, Target, dict[str, Any]]:
+        """A replay at K = `steps` (0: the evaluation's own), the target, and what the drafter is."""
         from datagen.acceptance.replay import Replay, compute_dtype, find_device
         from datagen.drafter.checkpoint import load_drafter
         from datagen.drafter.target import load_target
@@ -263,4 +282,4 @@ class _Job:
             dtype=compute_dtype(config.dtype),
         )  # fmt: skip
         about = {"path": str(directory), "sha256": loaded.sha256, **trained(directory)}
-        return runner, about
+        return runner, target, about

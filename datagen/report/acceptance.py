@@ -47,6 +47,12 @@ def _acceptance(evaluation: dict[str, Any]) -> Section:
                                 f"{replay['mean_distinct_4']:.1%} on average)")],
         ["arithmetic", f"{replay['dtype']}, replayed in {replay['seconds']:,.1f} s"],
     ]  # fmt: skip
+    if sampled := replay.get("expected"):
+        rows.append([
+            "uncut steps, expected before the draw",
+            (f"{sampled['expected']:.3f} +- {1.96 * sampled['expected_error']:.3f} (as drawn "
+            f"{sampled['observed']:.3f} +- {1.96 * sampled['observed_error']:.3f})"),
+        ])  # fmt: skip
     if "comparison" in evaluation:
         about = evaluation["comparison"]
         rows.append([f"against {about['against']['path']}", about["text"]])
