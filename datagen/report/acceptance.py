@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from datagen.acceptance.breakeven import chain_accept_len, chain_acceptance, required_accept_len
 from datagen.acceptance.scaling import NotIdentifiable, Point, ScalingFit
+from datagen.prompts.estimate import Speed
 from datagen.report.live import by_batch_section, grid_section, live_section
 from datagen.report.plots import Rule, Series, bar_plot, interval_plot, line_plot
+from datagen.report.price import price
 from datagen.report.sections import Plot, Section, Table, interval_text
 from datagen.store.manifest import Manifest
 
@@ -144,8 +147,13 @@ def _break_even(evaluation: dict[str, Any]) -> Section:
     )  # fmt: skip
 
 
-def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -> list[Section]:
-    """accept_len against training samples, over evaluations of one held-out set and one K."""
+def scaling_section(
+    evaluations: Sequence[dict[str, Any]], root: Path, manifest: Manifest, speed: Speed | None
+) -> list[Section]:
+    """accept_len against training samples, over evaluations of one held-out set and one K.
+
+    `speed`: of the servers that would collect more; None prices it at the run's own pace.
+    """
     groups: dict[Any, dict[int, dict[str, Any]]] = defaultdict(dict)
     for e in evaluations:
         if e["drafter"].get("trained_samples"):
@@ -184,7 +192,7 @@ def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -
         rules.append(Rule("break-even", needed))
         text.append(f"Samples for break-even ({needed:.2f}): {goal.answer}.")
         if goal.samples.value is not None:
-            text.append(_price(goal.samples.value, manifest))
+            text.append(f"{price(goal.samples.value, root, manifest, speed)}.")
     ahead = fit.forecast(last * 4)
     if ahead.low is not None and ahead.high is not None:
         text.append(
@@ -193,15 +201,6 @@ def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -
     svg = line_plot("accept_len against training samples", [curve, marked], x="training samples",
                     y="accept_len", rules=rules, log_x=True)  # fmt: skip
     return [Section("Scaling with data", text=text, plots=[Plot(svg, table, heads)])]
-
-
-def _price(samples: float, manifest: Manifest) -> str:
-    """What so many samples would cost to store, at this run's bytes a sample."""
-    each = manifest.stored_bytes / max(manifest.samples.collected, 1)
-    return (
-        f"At this run's {each / 1e6:,.2f} MB a sample that is {samples * each / 1e12:,.3f} TB of states; "
-        "`datagen plan` gives the hours for a server's speed."
-    )
 
 
 def _sd(found: dict[str, Any]) -> float | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import httpx
 import pytest
 
+from flows.automations import CRASH_SILENT, EVALUATE, TRAIN, emit_drafter_written, register
 from tests.collect.harness import Bench
 from tests.flows.conftest import Prefect, eventually
 
@@ -51,6 +55,31 @@ def test_prompts_become_a_verdict_in_one_run(prefect: Prefect, bench: Bench) -> 
     again = ended(prefect, "evaluate/heldout", manifest=str(run / "nothing.json"))
     assert again["state_type"] == "FAILED"
     assert "no manifest" in again["state"]["message"]
+
+
+def test_the_chain_of_steps_is_shipped_switched_off_and_runs_when_switched_on(
+    prefect: Prefect,
+) -> None:
+    prefect.up()
+    chain = {a["name"]: a for a in prefect.find("automations")}
+    assert [chain[n]["enabled"] for n in (CRASH_SILENT, TRAIN, EVALUATE)] == [True, False, False]
+    path = f"{prefect.server.address}/automations/{chain[EVALUATE]['id']}"
+    httpx.patch(path, json={"enabled": True}, timeout=30).raise_for_status()
+    try:
+        ids = [prefect.get(f"/deployments/name/{n}")["id"]
+               for n in ("finetune/train", "evaluate/heldout")]  # fmt: skip
+        asyncio.run(register(*map(UUID, ids)))  # as the next `make up` does
+        assert prefect.get(f"/automations/{chain[EVALUATE]['id']}")["enabled"], "the user's switch"
+        asyncio.run(emit_drafter_written("/nowhere/manifest.json", "/nowhere/final"))
+
+        def triggered() -> list[dict[str, Any]]:
+            runs = prefect.find("flow_runs", deployments={"name": {"any_": ["heldout"]}})
+            return [r for r in runs if r["parameters"].get("drafter") == "/nowhere/final"]
+
+        (run,) = eventually(triggered)
+        assert run["parameters"]["manifest"] == "/nowhere/manifest.json"
+    finally:
+        httpx.patch(path, json={"enabled": False}, timeout=30).raise_for_status()
 
 
 def test_a_step_that_fails_ends_the_pipeline_with_its_own_line(

@@ -14,9 +14,12 @@ import pytest
 
 from datagen.acceptance.breakeven import break_even
 from datagen.errors import CorruptFile
+from datagen.prompts.estimate import Speed
 from datagen.report.card import run_card
 from datagen.report.plots import Rule, Series, bar_plot, interval_plot, line_plot
+from datagen.report.price import price
 from datagen.report.render import as_html, as_markdown, write_report
+from datagen.store.manifest import Manifest
 from tests.drafter.run import tiny_target, write_run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -108,7 +111,7 @@ def test_every_plot_is_well_formed_and_has_marks_and_a_name(root: Path) -> None:
 def test_markdown_has_the_figures_of_the_plots(root: Path) -> None:
     text = as_markdown(run_card(root))
     for words in ("2.220 [2.120, 2.320]", "| code |", "| 83,000 |", "75x".replace("75x", "0.75x"),
-                  "unreachable", "Samples for break-even (2.46)", "TB of states",
+                  "unreachable", "Samples for break-even (2.46)", "TB of states and", "at this run's pace",
                   "accept_len_raw) 2.230", "901; 1 of 40 samples differ"):  # fmt: skip
         assert words in text, words
     assert "<svg" not in text
@@ -186,3 +189,18 @@ def test_a_browser_draws_every_plot_without_a_console_error(root: Path, tmp_path
     browser(f"--screenshot={shot}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
     assert shot.stat().st_size > 20_000, "not a blank page"
+
+
+def test_more_data_is_priced_by_the_speed_of_servers(root: Path) -> None:
+    """8 samples: hours are (generated / 100 + captured / 1000) seconds of each, on two servers."""
+    manifest = Manifest.load(root / "manifest.json")
+    splits = manifest.splits.values()
+    generated, captured = (sum(getattr(s, f"tokens_{n}") for s in splits)
+                           for n in ("generated", "captured"))  # fmt: skip
+    found = price(80_000, root, manifest, Speed(100.0, 1000.0, 8, 2))
+    hours = (generated / 100 + captured / 1000) * 10_000 / 3600 / 2
+    assert found.hours == pytest.approx(hours)
+    assert found.gpu_hours == pytest.approx(hours * 16)
+    assert found.stored_bytes == pytest.approx(manifest.stored_bytes * 10_000)
+    text = as_markdown(run_card(root, Speed(100.0, 1000.0, 8, 2)))
+    assert "at 100 generated and 1,000 captured tokens/s on 2 servers" in text
