@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ async def finetune(
         log.error("%s", e)
         return Failed(message=str(e))  # raised, it would be a page of traceback
     await _show(config.out, outcome.before, outcome.after)
-    await _tell(str(config.manifests[0].resolve()), str(Path(outcome.final).resolve()))
+    await _tell(config.manifests[0], outcome.final)
     log.info("drafter: %s", outcome.final)
     return {
         "drafter": str(outcome.final),
@@ -130,10 +131,11 @@ async def finetune(
     }
 
 
-async def _tell(manifest: str, drafter: str) -> None:
+async def _tell(manifest: Path, drafter: Path) -> None:
     """The event that an automation can wait for; without the server the drafter is no less done."""
+    call = emit_drafter_written(os.path.abspath(manifest), os.path.abspath(drafter))
     try:
-        await asyncio.wait_for(emit_drafter_written(manifest, drafter), UI_TIMEOUT_S)
+        await asyncio.wait_for(call, UI_TIMEOUT_S)
     except Exception as e:  # noqa: BLE001 - whatever the server throws, the drafter is done
         flow_logger().warning("no event is emitted (the drafter is written): %r", e)
 
