@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -35,14 +36,15 @@ async def register(train: UUID, evaluate: UUID) -> None:
     await _ensure(_chain(EVALUATE, DRAFTER_WRITTEN, evaluate, ("manifest", "drafter")))
 
 
-async def emit_drafter_written(manifest: str, drafter: str) -> None:
+async def emit_drafter_written(manifest: Path, drafter: Path) -> None:
     """Say that a fine-tune is done."""
-    await asyncio.to_thread(
-        emit_event,
-        DRAFTER_WRITTEN,
-        resource={"prefect.resource.id": f"datagen.drafter.{drafter}"},
-        payload={"manifest": manifest, "drafter": drafter},
-    )
+
+    def emit() -> None:
+        where = {"manifest": str(manifest.resolve()), "drafter": str(drafter.resolve())}
+        resource = {"prefect.resource.id": f"datagen.drafter.{where['drafter']}"}
+        emit_event(DRAFTER_WRITTEN, resource=resource, payload=where)
+
+    await asyncio.to_thread(emit)
 
 
 async def _ensure(wanted: Automation) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ async def finetune(
 
 async def _tell(manifest: Path, drafter: Path) -> None:
     """The event that an automation can wait for; without the server the drafter is no less done."""
-    call = emit_drafter_written(os.path.abspath(manifest), os.path.abspath(drafter))
+    call = emit_drafter_written(manifest, drafter)
     try:
         await asyncio.wait_for(call, UI_TIMEOUT_S)
     except Exception as e:  # noqa: BLE001 - whatever the server throws, the drafter is done

@@ -70,7 +70,7 @@ def test_the_chain_of_steps_is_shipped_switched_off_and_runs_when_switched_on(
                for n in ("finetune/train", "evaluate/heldout")]  # fmt: skip
         asyncio.run(register(*map(UUID, ids)))  # as the next `make up` does
         assert prefect.get(f"/automations/{chain[EVALUATE]['id']}")["enabled"], "the user's switch"
-        asyncio.run(emit_drafter_written("/nowhere/manifest.json", "/nowhere/final"))
+        asyncio.run(emit_drafter_written(Path("/nowhere/manifest.json"), Path("/nowhere/final")))
 
         def triggered() -> list[dict[str, Any]]:
             runs = prefect.find("flow_runs", deployments={"name": {"any_": ["heldout"]}})
