@@ -101,7 +101,7 @@ pipeline: up ## Prompts to verdict: collect RUN, fine-tune, evaluate, report
 	  -p target_weights='"$(TARGET_WEIGHTS)"' -p epochs=$(EPOCHS) -p max_steps=$(TRAIN_STEPS) \
 	  -p draft_vocab=$(DRAFT_VOCAB) -p steps=$(STEPS) -p live='"$(LIVE)"' \
 	  -p baseline_url='"$(BASELINE_URL)"'$(if $(EMBEDDED), -p batch_tokens=1536 -p depths=3 \
-	  -p learning_rate=0.0005 -p live_prompts=12)
+	  -p learning_rate=0.0005 -p live_prompts=8)
 	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
 	@echo "report: $(RUNS_DIR)/$(RUN)/report.html   Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
 

@@ -102,5 +102,12 @@ def _chain(name: str, event: str, deployment: UUID, payload: tuple[str, ...]) ->
             threshold=1,
             within=timedelta(0),
         ),
-        actions=[RunDeployment(source="selected", deployment_id=deployment, parameters=parameters)],
+        actions=[
+            RunDeployment(
+                source="selected",
+                deployment_id=deployment,
+                parameters=parameters,
+                job_variables=None,
+            )
+        ],
     )
