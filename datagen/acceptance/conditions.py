@@ -14,8 +14,10 @@ ARGUMENTS = (
     "disable_overlap_schedule", "mem_fraction_static", "max_running_requests", "context_length",
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_quantization",
     "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
-    "speculative_draft_window_size", "speculative_accept_threshold_single",
-    "speculative_accept_threshold_acc",
+    "speculative_draft_window_size", "speculative_draft_sink_size", "speculative_attention_mode",
+    "speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype",
+    "speculative_use_rejection_sampling", "speculative_use_block_verification",
+    "speculative_accept_threshold_single", "speculative_accept_threshold_acc", "speculative_adaptive",
 )  # fmt: skip
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 SAME = ("model_path", "dtype", "quantization", "tp_size", "kv_cache_dtype")
@@ -51,6 +53,11 @@ def require_servers(
                 where=url,
                 fix="leave it at 1.0",
             )
+    if speculative.get("speculative_adaptive"):
+        raise MeasurementError(
+            "the server changes its draft steps as it goes: its accept_len has no K", where=url,
+            fix="start it without --speculative-adaptive",
+        )  # fmt: skip
     if baseline.get("speculative_draft_model_path") or (
         baseline.get("speculative_algorithm") and baseline.get("speculative_num_steps")
     ):

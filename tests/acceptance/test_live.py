@@ -52,6 +52,7 @@ def test_servers_that_differ_in_the_drafter_alone_are_taken() -> None:
         ({}, {"speculative_algorithm": "NGRAM"}, "speculates with NGRAM, not EAGLE3"),
         ({}, {"speculative_algorithm": None}, "speculates with nothing"),
         ({}, {"speculative_accept_threshold_single": 0.8}, "lossy"),
+        ({}, {"speculative_adaptive": True}, "changes its draft steps as it goes"),
         ({"speculative_draft_model_path": "d"}, {}, "the baseline server drafts too"),
         ({"tp_size": 4}, {}, "tp_size is 8 with the drafter, 4 without"),
         ({"model_path": "n"}, {}, "model_path is m with the drafter, n without"),
