@@ -184,7 +184,7 @@ def test_a_live_sitting_agrees_with_replay(bench: Path, servers: tuple[str, str,
     plain, drafting, profile = servers
     result = run(
         bench, live=drafting, baseline_url=plain, target=str(profile), concurrencies="1,4",
-        rounds=2, name="live",
+        rounds=2, live_prompts=5, name="live",
     )  # fmt: skip
     live, parity = result["live"], result["parity"]
     assert live["different_outputs"] == []
@@ -215,7 +215,7 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
     (bench / "grid.yaml").write_text(json.dumps(grid))  # JSON is YAML
     result = run(
         bench, grid=str(bench / "grid.yaml"), target=str(embedded), live_dtype="float32", rounds=1,
-        concurrencies="1,2", name="grid",
+        concurrencies="1,2", live_prompts=4, name="grid",
     )  # fmt: skip
     there, one, tree = result["grid"]["settings"]
     assert "error" not in one, one["error"]

@@ -69,6 +69,25 @@ def evaluation(samples: int, accept_len: float, *, live: bool = False) -> dict[s
             "speeds": [speed, {**speed, "concurrency": 8}], "same_outputs": 49,
             "different_outputs": ["a-0"],
         }  # fmt: skip
+        content["live"] |= {
+            "environments": {"baseline": {"NCCL_P2P_LEVEL": "SYS"}, "speculative": None},
+            "slices": slices, "baseline_drift": 0.97,
+        }  # fmt: skip
+        content["break_even_by_batch"] = [
+            break_even(baseline=b, cycle_ms=c, steps=3, batch=n).as_dict()
+            for n, b, c in ((1, 82, 30), (8, 45, 52))
+        ]
+        content["grid"] = {
+            "together": False, "best": [{"concurrency": 1, "name": "k2", "speedup": 0.75}],
+            "settings": [
+                {"name": "k2", "steps": 2, "topk": 1, "draft_tokens": 3,
+                 "accept_len": interval(1.9), "replay_accept_len": interval(1.9),
+                 "speeds": content["live"]["speeds"]},
+                {"name": "tree", "steps": 3, "topk": 4, "draft_tokens": 8,
+                 "accept_len": interval(2.3), "replay_accept_len": None, "speeds": [speed]},
+                {"name": "dead", "error": "the server ended with 1: out of memory"},
+            ],
+        }  # fmt: skip
         content["parity"] = {"samples": 40, "replay_steps": 900, "live_steps": 901,
                              "differ": {"a-0": {"replay": 3, "live": 4}}}  # fmt: skip
     return content
@@ -112,7 +131,11 @@ def test_markdown_has_the_figures_of_the_plots(root: Path) -> None:
     text = as_markdown(run_card(root))
     for words in ("2.220 [2.120, 2.320]", "| code |", "| 83,000 |", "75x".replace("75x", "0.75x"),
                   "unreachable", "Samples for break-even (2.46)", "TB of states and", "at this run's pace",
-                  "accept_len_raw) 2.230", "901; 1 of 40 samples differ"):  # fmt: skip
+                  "accept_len_raw) 2.230", "901; 1 of 40 samples differ",
+                  "| NCCL_P2P_LEVEL | SYS | unreadable |",
+                  "| 8 | 45.0 | 52.0 | 2.34 |", "| dead | not measured: the server ended with 1",
+                  "| tree | 3 / 4 / 8 | 1 | 2.300 [2.200, 2.400] | a tree has none |",
+                  "last pass ran at 0.970x"):  # fmt: skip
         assert words in text, words
     assert "<svg" not in text
 
@@ -180,7 +203,7 @@ def test_a_browser_draws_every_plot_without_a_console_error(root: Path, tmp_path
     seen = browser("--dump-dom")
     assert "CONSOLE" not in seen.stderr, seen.stderr
     plots = json.loads(re.findall(r'data-plots="([^"]*)"', seen.stdout)[0].replace("&quot;", '"'))
-    assert len(plots) == page.count('<svg class="plot"') >= 12
+    assert len(plots) == page.count('<svg class="plot"') >= 14
     for width, height, marks, texts in plots:
         assert width > 300
         assert height > 60
