@@ -58,3 +58,10 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: 
 def test_what_is_no_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"give a \.yaml file, or draft steps as 1,2,3"):
         load_grid("K3")
+
+
+def test_the_documented_template_is_a_valid_grid() -> None:
+    found = load_grid(str(Path(__file__).resolve().parents[2] / "docs" / "grid-template.yaml"))
+    assert [s.name for s in found.settings] == [
+        "k2", "k3", "k3-graphs", "k3-p2p", "tree", "other-host",
+    ]  # fmt: skip
