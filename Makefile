@@ -118,8 +118,8 @@ verify: $(STAMP) ## Re-read everything RUN stored, and prove it
 ui: up ## Start the services and open the Prefect UI
 	@$(BIN)/python -m webbrowser -t "http://127.0.0.1:$(PREFECT_PORT)" >/dev/null || true
 
-test: $(STAMP) ## Run the tests (about 15 minutes on 2 cores)
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## Run the tests (about 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP) ## Run the long chaos and soak tests
 	@$(BIN)/python -m pytest -m slow
