@@ -21,6 +21,7 @@ from datagen.acceptance.verdict import Verdict, judged
 from datagen.errors import DatagenError, MeasurementError
 from datagen.evaluate.config import EMBEDDED, EvaluateConfig
 from datagen.evaluate.subject import Notify
+from datagen.store.atomic import make_directory
 from datagen.target.launch import launch_recipe
 from datagen.target.profile import Profile
 
@@ -39,9 +40,9 @@ def servers(config: EvaluateConfig, profile: Profile) -> Iterator[tuple[str, str
             f"{profile.name} is not the embedded target", where=config.manifest,
             fix="give --live and --baseline-url, or a --grid of servers to start",
         )  # fmt: skip
+    chain = Grid(settings=(Setting(name="live", steps=config.steps),))
     with tempfile.TemporaryDirectory() as folder:
-        start = _Starter(Grid(settings=(Setting(name="live", steps=config.steps),)), config, profile,
-                         Path(folder))  # fmt: skip
+        start = _Starter(chain, config, profile, Path(folder))
         with start.baseline() as plain, start.drafting(start.grid.settings[0]) as drafting:
             yield plain, drafting
 
@@ -94,10 +95,14 @@ def measured_grid(
 
 
 class _Starter:
-    """Starts the servers of a grid, or names those that run."""
+    """Starts the servers of a grid, or names those that run.
+
+    Their logs stay in evaluation/<name>.logs; `folder` is for spools, and goes.
+    """
 
     def __init__(self, grid: Grid, config: EvaluateConfig, profile: Profile, folder: Path) -> None:
-        self.grid, self._config, self._profile, self._folder = grid, config, profile, folder
+        self.grid, self._config, self._profile, self._spools = grid, config, profile, folder
+        self._logs = config.manifest.parent / "evaluation" / f"{config.name}.logs"
         self._common: list[str] = []
         if (
             profile.embedded
@@ -128,14 +133,15 @@ class _Starter:
             yield spec.url
             return
         port = free_port()
+        make_directory(self._logs)
         recipe = launch_recipe(
             self._profile, role, python=self.grid.python or sys.executable, host=LOCAL, port=port,
-            spool_dir=self._folder / f"spool-{name}", model_path=self.grid.model_path,
+            spool_dir=self._spools / name, model_path=self.grid.model_path,
             draft=str(self._config.drafter.resolve()) if role == "evaluate" else "",
             extra=(*self._common, *flags, *spec.arguments),
         )  # fmt: skip
         with launched(
-            recipe.command, f"http://{LOCAL}:{port}", log=self._folder / f"{name}.log",
+            recipe.command, f"http://{LOCAL}:{port}", log=self._logs / f"{name}.log",
             start_s=self.grid.start_s, environment=recipe.environment | spec.environment,
         ) as url:  # fmt: skip
             yield url

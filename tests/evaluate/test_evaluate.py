@@ -229,6 +229,9 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
     assert 1 < one["accept_len"]["value"] <= 2
     assert [b["concurrency"] for b in result["grid"]["best"]] == [1, 2]
     assert "Setting '" in result["verdict"]["sentence"]
+    assert (
+        (bench / "run" / "evaluation" / "grid.logs" / "one.log").read_text().startswith("serving")
+    )
     markdown = write_report(bench / "run")[1].read_text()
     assert "Grid of draft settings" in markdown
     assert "| tree | not measured: setting 'tree'" in markdown
