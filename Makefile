@@ -122,7 +122,7 @@ ui: up ## Start the services and open the Prefect UI
 	@$(BIN)/python -m webbrowser -t "http://127.0.0.1:$(PREFECT_PORT)" >/dev/null || true
 
 test: $(STAMP) ## Run the tests (about 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the long chaos and soak tests
 	@$(BIN)/python -m pytest -m slow
