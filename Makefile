@@ -21,6 +21,8 @@ DRAFTER ?=
 STEPS ?= 3
 LIVE ?= $(if $(EMBEDDED),embedded)
 BASELINE_URL ?=
+# Further servers to start and measure: a .yaml as docs/grid-template.yaml, or draft steps as 1,2,3.
+GRID ?=
 # A laptop's budget for `make pipeline`; a real target wants the defaults of `datagen finetune`.
 TRAIN_STEPS ?= 40
 DRAFT_VOCAB ?= $(if $(EMBEDDED),8000,0)
@@ -91,7 +93,8 @@ evaluate: $(STAMP) ## Measure RUN's drafter on held-out prompts, and say whether
 	@$(SERVICES) up --no-target
 	@$(BIN)/prefect deployment run evaluate/heldout --watch \
 	  -p manifest='"$(RUNS_DIR)/$(RUN)/manifest.json"' -p drafter='"$(DRAFTER)"' -p steps=$(STEPS) \
-	  -p target_weights='"$(TARGET_WEIGHTS)"' -p live='"$(LIVE)"' -p baseline_url='"$(BASELINE_URL)"'
+	  -p target_weights='"$(TARGET_WEIGHTS)"' -p live='"$(LIVE)"' -p baseline_url='"$(BASELINE_URL)"' \
+	  -p grid='"$(GRID)"'$(if $(EMBEDDED), -p live_prompts=8)
 	@echo "report: $(RUNS_DIR)/$(RUN)/report.html"
 
 pipeline: up ## Prompts to verdict: collect RUN, fine-tune, evaluate, report
@@ -101,7 +104,7 @@ pipeline: up ## Prompts to verdict: collect RUN, fine-tune, evaluate, report
 	  -p target_weights='"$(TARGET_WEIGHTS)"' -p epochs=$(EPOCHS) -p max_steps=$(TRAIN_STEPS) \
 	  -p draft_vocab=$(DRAFT_VOCAB) -p steps=$(STEPS) -p live='"$(LIVE)"' \
 	  -p baseline_url='"$(BASELINE_URL)"'$(if $(EMBEDDED), -p batch_tokens=1536 -p depths=3 \
-	  -p learning_rate=0.0005 -p live_prompts=12)
+	  -p learning_rate=0.0005 -p live_prompts=8)
 	@$(BIN)/datagen verify "$(RUN)" --runs-dir "$(RUNS_DIR)"
 	@echo "report: $(RUNS_DIR)/$(RUN)/report.html   Prefect UI: http://127.0.0.1:$(PREFECT_PORT)"
 

@@ -35,6 +35,7 @@ async def evaluate(
     target_weights: str = "",
     live: str = "",
     baseline_url: str = "",
+    grid: str = "",
     concurrencies: str = "1",
     rounds: PositiveInt = 2,
     live_prompts: PositiveInt = 50,
@@ -58,6 +59,7 @@ async def evaluate(
         target_weights: The target's checkpoint directory; empty is the embedded target's.
         live: URL of a server with the drafter; embedded starts both; empty measures by replay alone.
         baseline_url: URL of the same server without the drafter.
+        grid: Servers to start and measure, a .yaml or draft steps as 1,2,3; empty is none.
         concurrencies: Of the live sitting, with commas.
         rounds: Passes per server and concurrency.
         live_prompts: Prompts of the live sitting.

@@ -17,6 +17,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from datagen.errors import DatagenError
 from datagen.finetune import finetune as finetune_job
 from datagen.finetune import finetune_config
+from flows.automations import emit_drafter_written
 from flows.logs import flow_logger
 from flows.progress import UI_TIMEOUT_S
 
@@ -120,12 +121,22 @@ async def finetune(
         log.error("%s", e)
         return Failed(message=str(e))  # raised, it would be a page of traceback
     await _show(config.out, outcome.before, outcome.after)
+    await _tell(config.manifests[0], outcome.final)
     log.info("drafter: %s", outcome.final)
     return {
         "drafter": str(outcome.final),
         "steps": outcome.steps,
         "predicted_accept_len": outcome.after["predicted_accept_len"],
     }
+
+
+async def _tell(manifest: Path, drafter: Path) -> None:
+    """The event that an automation can wait for; without the server the drafter is no less done."""
+    call = emit_drafter_written(manifest, drafter)
+    try:
+        await asyncio.wait_for(call, UI_TIMEOUT_S)
+    except Exception as e:  # noqa: BLE001 - whatever the server throws, the drafter is done
+        flow_logger().warning("no event is emitted (the drafter is written): %r", e)
 
 
 async def _show(out: Path, before: dict[str, Any], after: dict[str, Any]) -> None:

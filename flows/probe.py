@@ -9,11 +9,12 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from datagen.errors import ConfigError, DatagenError
 from datagen.evaluate.probe import probe as probe_job
 from datagen.finetune import finetune_config
+from datagen.prompts.estimate import Speed
 from flows.logs import flow_logger
 
 
@@ -35,6 +36,8 @@ async def probe(
     batch_tokens: PositiveInt = 4096,
     draft_vocab: NonNegativeInt = 0,
     device: str = "auto",
+    generate_tps: NonNegativeFloat = 0.0,
+    prefill_tps: NonNegativeFloat = 0.0,
 ) -> dict[str, Any] | State[Any]:
     """Score the init drafter, train short on nested subsets, and say whether the full run can pay.
 
@@ -55,10 +58,14 @@ async def probe(
         batch_tokens: Tokens packed into a micro-batch.
         draft_vocab: Size of a new vocabulary map; 0 is 32,000.
         device: auto, cpu or cuda.
+        generate_tps: Tokens/s that a server generates, for the cost; 0 is this run's own pace.
+        prefill_tps: Tokens/s that a server captures.
     """
     log = flow_logger()
     stopping = threading.Event()
     try:
+        if bool(generate_tps) != bool(prefill_tps):
+            raise ConfigError("one speed alone gives no hours", fix="give both, or neither")
         config = finetune_config(
             manifest=manifest, out=out, init=init, target_weights=target_weights, limit=limit,
             epochs=epochs, max_steps=max_steps, depths=depths, learning_rate=learning_rate,
@@ -71,6 +78,7 @@ async def probe(
                 probe_job, config, steps=steps, baseline=baseline, cycle_ms=cycle_ms,
                 notify=log.info, fractions=_fractions(fractions), stop=stopping.is_set,
                 device=device, target_weights=target_weights,
+                speed=Speed(generate_tps, prefill_tps) if generate_tps else None,
             )
         )  # fmt: skip
         try:

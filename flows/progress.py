@@ -19,6 +19,7 @@ from prefect.events import emit_event
 from datagen.collect.job import CollectJob
 from datagen.collect.progress import ProgressSnapshot, format_bytes, format_seconds
 from datagen.store.manifest import Manifest
+from flows.automations import MANIFEST_WRITTEN
 from flows.logs import flow_logger
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class RunView:
     async def _emit_manifest_written(self, manifest: Manifest) -> None:
         await asyncio.to_thread(
             emit_event,
-            "datagen.manifest.written",
+            MANIFEST_WRITTEN,
             resource={
                 "prefect.resource.id": f"datagen.manifest.{manifest.run}",
                 "prefect.resource.name": manifest.run,

@@ -6,36 +6,28 @@ import argparse
 import asyncio
 import os
 import sys
-from datetime import timedelta
 from typing import Any
 
 import httpx
 from prefect import Flow
-from prefect.automations import Automation
 from prefect.client.schemas.objects import (
     ConcurrencyLimitConfig,
     ConcurrencyLimitStrategy,
-    StateType,
 )
 from prefect.deployments.runner import RunnerDeployment
-from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import TerminationSignal
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 
 from datagen.errors import DatagenError, PrefectUnavailable
+from flows.automations import register
 from flows.collect import datagen
 from flows.evaluate import evaluate
 from flows.finetune import finetune
 from flows.pipeline import pipeline
 from flows.probe import probe
 from flows.services import SERVING
-
-SILENT_AFTER = timedelta(seconds=120)
-AUTOMATION = "datagen: crash silent runs"
 
 
 def require_server() -> None:
@@ -54,36 +46,6 @@ def require_server() -> None:
             where=url,
             fix="run `make up`",
         ) from e
-
-
-async def crash_silent_runs() -> None:
-    """Have the server mark runs crashed that send no heartbeat: their machine lost power.
-
-    Without it such a run keeps the deployment's only slot for ever.
-    """
-    try:
-        await Automation.aread(name=AUTOMATION)
-    except ValueError:
-        await Automation(
-            name=AUTOMATION,
-            trigger=EventTrigger(
-                after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.*"},
-                match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=SILENT_AFTER,
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.CRASHED,
-                    name=None,
-                    message="no heartbeat: run it again to go on",
-                    force=False,
-                )
-            ],
-        ).acreate()
 
 
 async def deployments(endpoints: str) -> list[RunnerDeployment]:
@@ -134,10 +96,12 @@ async def _deployment(
 async def serve(endpoints: str) -> None:
     """Serve until SIGTERM, which cancels the runs in progress: they flush, and resume next time."""
     require_server()
-    await crash_silent_runs()
     runner = Runner(pause_on_shutdown=False)
-    for deployment in await deployments(endpoints):
-        await runner.aadd_deployment(deployment)
+    ids = {
+        f"{d.flow_name}/{d.name}": await runner.aadd_deployment(d)
+        for d in await deployments(endpoints)
+    }
+    await register(train=ids["finetune/train"], evaluate=ids["evaluate/heldout"])
     print(SERVING, flush=True)
     await runner.start()
 

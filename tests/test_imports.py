@@ -145,7 +145,7 @@ def test_the_spool_needs_the_standard_library_and_numpy_alone() -> None:
 
 def test_torch_stays_in_its_rooms() -> None:
     rooms = ("embedded", "drafter", "export")  # two trainers read what torch.save writes
-    single = (*PLUGIN_TORCH, DATAGEN / "acceptance" / "replay.py")
+    single = (*PLUGIN_TORCH, *(DATAGEN / "acceptance" / n for n in ("replay.py", "expected.py")))
     offenders = [
         i
         for i in all_imports(DATAGEN) + all_imports(FLOWS)

@@ -54,6 +54,11 @@ def geometric_acceptance(accept_len: float) -> float:
     return 1 - 1 / accept_len
 
 
+def within_chain(accept_len: float, steps: int) -> float:
+    """What K = `steps` drafts can have measured: an estimate kept between 1 and steps + 1."""
+    return min(max(accept_len, 1.0), steps + 1.0)
+
+
 def required_accept_len(tokens_per_s: float, cycle_ms: float) -> float:
     """What every cycle must deliver on average for `tokens_per_s`."""
     return tokens_per_s * cycle_ms / 1000

@@ -1,40 +1,32 @@
-"""accept_len and speed on a live server, beside the same server without a drafter, in one sitting.
+"""What a live sitting measured: answers of a server with the drafter, beside the same server without.
 
-Baseline and speculative passes alternate (B S S B ...) over the same rendered prompts, so that a warming
-machine or a busy neighbour falls on both. A baseline of another day is no baseline.
-
-    accept_len       sum(completion_tokens - 1 - num_retractions) / sum(spec_verify_ct)
-    accept_len_raw   1 + sum(spec_num_correct_drafts) / sum(spec_verify_ct): with drafts accepted
-                     beyond the end of outputs
-    cycle_ms         sum of request latencies / sum(spec_verify_ct); the prefill's share is in it
-    tokens_per_s     of one request: sum of completion tokens / sum of request latencies
+accept_len       sum(completion_tokens - 1 - num_retractions) / sum(spec_verify_ct)
+accept_len_raw   1 + sum(spec_num_correct_drafts) / sum(spec_verify_ct): with drafts accepted
+                 beyond the end of outputs
+cycle_ms         sum of request latencies / sum(spec_verify_ct); the prefill's share is in it
+tokens_per_s     of one request: sum of completion tokens / sum of request latencies
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from datagen.acceptance.metrics import Counts, Interval, accept_len, distinct_n
+from datagen.acceptance.conditions import require_servers
+from datagen.acceptance.metrics import (
+    Counts,
+    Interval,
+    accept_len,
+    conditional_acceptance,
+    distinct_n,
+    slices,
+)
 from datagen.errors import MeasurementError
-from datagen.target.client import Generation, SGLangClient
-from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
-from datagen.target.profile import Sampling
+from datagen.target.client import Generation
 
-ARGUMENTS = (
-    "engine", "version", "model_path", "served_model_name", "revision", "dtype", "tp_size",
-    "dp_size", "quantization", "kv_cache_dtype", "attention_backend", "chunked_prefill_size",
-    "disable_radix_cache", "max_running_requests", "context_length", "speculative_algorithm",
-    "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk",
-    "speculative_num_draft_tokens", "speculative_draft_window_size",
-    "speculative_accept_threshold_single", "speculative_accept_threshold_acc",
-)  # fmt: skip
 SPECULATIVE, BASELINE = "speculative", "baseline"
 
 
@@ -69,8 +61,25 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Visit:
+    """Passes made on one server without leaving it, and what the server says of itself.
+
+    environment   settings in its environment; None when they cannot be read from here
+    """
+
+    server: str
+    url: str
+    arguments: dict[str, Any]
+    environment: dict[str, str] | None
+    passes: tuple[Pass, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Speed:
-    """Figures of one concurrency, over all its passes. Rates in tokens/s."""
+    """Figures of one concurrency, over all its passes. Rates in tokens/s.
+
+    speedups   the ratio of every speculative pass to the baseline pass beside it
+    """
 
     concurrency: int
     baseline_tokens_per_s: float
@@ -79,13 +88,18 @@ class Speed:
     speculative_throughput: float
     cycle_ms: float
     speedup: float
+    speedups: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What a sitting measured. `counts`: of the speculative passes at the lowest concurrency, once."""
+    """What a sitting measured. `counts`: of the speculative passes at the lowest concurrency, once.
+
+    baseline_drift   the baseline's rate at the end of the sitting / at its beginning
+    """
 
     servers: dict[str, dict[str, Any]]
+    environments: dict[str, dict[str, str] | None]
     accept_len: Interval
     accept_len_raw: float
     speeds: tuple[Speed, ...]
@@ -94,92 +108,25 @@ class LiveReport:
     same_outputs: int
     different: tuple[str, ...]
     """Samples whose greedy texts part: near-ties, or a server that is not lossless."""
+    baseline_drift: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; the counts and outputs are left out."""
         return {
             "servers": self.servers,
+            "environments": self.environments,
             "accept_len": asdict(self.accept_len),
             "accept_len_raw": self.accept_len_raw,
+            "conditional_acceptance": conditional_acceptance(self.counts),
+            "slices": {
+                name: {value: asdict(i) for value, i in values.items()}
+                for name, values in slices(self.counts).items()
+            },
             "speeds": [asdict(s) for s in self.speeds],
+            "baseline_drift": self.baseline_drift,
             "same_outputs": self.same_outputs,
             "different_outputs": list(self.different),
         }
-
-
-async def measure(
-    baseline_url: str,
-    speculative_url: str,
-    prompts: Sequence[LivePrompt],
-    *,
-    stop_token_ids: Sequence[int],
-    concurrencies: Sequence[int] = (1,),
-    rounds: int = 2,
-    sampling: Sampling | None = None,
-) -> LiveReport:
-    """Run the sitting. Raises MeasurementError when what is served cannot mean what is asked."""
-    if not prompts:
-        raise MeasurementError("no prompts to measure on")
-    asked = _Asked(tuple(prompts), tuple(stop_token_ids), sampling or Sampling(temperature=0.0))
-    async with SGLangClient(baseline_url) as plain, SGLangClient(speculative_url) as drafting:
-        servers = {
-            BASELINE: _known(await plain.server_info()),
-            SPECULATIVE: _known(await drafting.server_info()),
-        }
-        require_servers(servers[BASELINE], servers[SPECULATIVE], baseline_url, speculative_url)
-        clients = {BASELINE: plain, SPECULATIVE: drafting}
-        for name, client in clients.items():  # warm up: the first request pays for lazy starts
-            await _pass(name, client, asked.first(), 1)
-        passes: list[Pass] = []
-        for concurrency in sorted(set(concurrencies)):
-            for number in range(rounds):
-                order = (BASELINE, SPECULATIVE) if number % 2 == 0 else (SPECULATIVE, BASELINE)
-                for name in order:
-                    passes.append(await _pass(name, clients[name], asked, concurrency))
-                    if name == SPECULATIVE:
-                        require_spec_fields(passes[-1].answers, speculative_url)
-    return _report(servers, passes)
-
-
-def require_servers(
-    baseline: Mapping[str, Any], speculative: Mapping[str, Any], baseline_url: str, url: str
-) -> None:
-    """Raise MeasurementError unless one server drafts with EAGLE3, losslessly, and the other not."""
-    algorithm = speculative.get("speculative_algorithm")
-    if algorithm == "EAGLE":
-        raise MeasurementError(
-            "the server was started with --speculative-algorithm EAGLE: it feeds the drafter the "
-            "final state in place of the boundaries, and accepts nothing",
-            where=url,
-            fix="start it with --speculative-algorithm EAGLE3",
-        )
-    if algorithm != "EAGLE3":
-        raise MeasurementError(
-            f"the server speculates with {algorithm or 'nothing'}, not EAGLE3",
-            where=url,
-            fix="start it with --speculative-algorithm EAGLE3 and the drafter",
-        )
-    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if speculative.get(name) not in (None, 1, 1.0):
-            raise MeasurementError(
-                f"{name} is {speculative[name]}: decoding is lossy, and its accept_len no measure",
-                where=url,
-                fix="leave it at 1.0",
-            )
-    if baseline.get("speculative_draft_model_path") or (
-        baseline.get("speculative_algorithm") and baseline.get("speculative_num_steps")
-    ):
-        raise MeasurementError(
-            "the baseline server drafts too", where=baseline_url,
-            fix="start it without --speculative-draft-model-path",
-        )  # fmt: skip
-    for name in ("model_path", "dtype", "quantization", "tp_size"):
-        if baseline.get(name) != speculative.get(name):
-            raise MeasurementError(
-                f"{name} is {speculative.get(name)} with the drafter, {baseline.get(name)} without",
-                where=baseline_url,
-                fix="compare servers that differ in the drafter alone",
-            )
 
 
 def require_spec_fields(answers: Sequence[Answer], url: str) -> None:
@@ -225,43 +172,19 @@ def counts_of_answer(answer: Answer) -> Counts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    prompts: tuple[LivePrompt, ...]
-    stop_token_ids: tuple[int, ...]
-    sampling: Sampling
+def live_report(visits: Sequence[Visit]) -> LiveReport:
+    """The figures of a sitting: visits to the baseline and to the server that drafts, in their order.
 
-    def first(self) -> _Asked:
-        return _Asked(self.prompts[:1], self.stop_token_ids, self.sampling)
-
-
-async def _pass(name: str, client: SGLangClient, asked: _Asked, concurrency: int) -> Pass:
-    gate = asyncio.Semaphore(concurrency)
-
-    async def one(prompt: LivePrompt) -> Answer:
-        async with gate:
-            started = time.monotonic()
-            try:
-                generation = await client.generate(
-                    prompt.context_ids, rid=uuid.uuid4().hex, sampling=asked.sampling,
-                    max_new_tokens=prompt.max_new_tokens, stop_token_ids=asked.stop_token_ids,
-                    seed=0,
-                )  # fmt: skip
-            except (RowFailure, CapacityFailure, EndpointFailure) as e:
-                raise MeasurementError(
-                    f"sample {prompt.sample_id[:16]} failed on the {name} server: {e}",
-                    where=client.url, fix="see the server's log",
-                ) from e  # fmt: skip
-            return Answer(prompt, generation, time.monotonic() - started)
-
-    started = time.monotonic()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(p)) for p in asked.prompts]
-    return Pass(name, concurrency, time.monotonic() - started, tuple(t.result() for t in tasks))
-
-
-def _report(servers: dict[str, dict[str, Any]], passes: Sequence[Pass]) -> LiveReport:
-    lowest = passes[0].concurrency
+    Raises MeasurementError when the servers cannot be compared.
+    """
+    visit = {name: next(v for v in visits if v.server == name) for name in (BASELINE, SPECULATIVE)}
+    for other in visits:
+        if other.server == BASELINE:
+            require_servers(
+                other.arguments, visit[SPECULATIVE].arguments, other.url, visit[SPECULATIVE].url
+            )
+    passes = [p for v in visits for p in v.passes]
+    lowest = min(p.concurrency for p in passes)
     spec = next(p for p in passes if (p.server, p.concurrency) == (SPECULATIVE, lowest))
     plain = next(p for p in passes if (p.server, p.concurrency) == (BASELINE, lowest))
     counts = tuple(counts_of_answer(a) for a in spec.answers)
@@ -274,7 +197,8 @@ def _report(servers: dict[str, dict[str, Any]], passes: Sequence[Pass]) -> LiveR
         if not np.array_equal(a.generation.output_ids, b.generation.output_ids)
     )
     return LiveReport(
-        servers=servers,
+        servers={name: v.arguments for name, v in visit.items()},
+        environments={name: v.environment for name, v in visit.items()},
         accept_len=accept_len(counts),
         accept_len_raw=1 + correct / steps,
         speeds=tuple(_speed(passes, c) for c in sorted({p.concurrency for p in passes})),
@@ -282,26 +206,45 @@ def _report(servers: dict[str, dict[str, Any]], passes: Sequence[Pass]) -> LiveR
         outputs=spec.answers,
         same_outputs=len(pairs) - len(different),
         different=different,
+        baseline_drift=_drift([p for p in passes if p.server == BASELINE]),
     )
 
 
+def _drift(passes: Sequence[Pass]) -> float | None:
+    """The last rate over the first, at the lowest concurrency; None with one pass."""
+    lowest = min(p.concurrency for p in passes)
+    rates = [_rate([p]) for p in passes if p.concurrency == lowest]
+    return rates[-1] / rates[0] if len(rates) > 1 else None
+
+
+def _rate(passes: Sequence[Pass]) -> float:
+    """Tokens/s of one request."""
+    answers = [a for p in passes for a in p.answers]
+    tokens = sum(a.generation.completion_tokens for a in answers)
+    return tokens / sum(a.seconds for a in answers)
+
+
 def _speed(passes: Sequence[Pass], concurrency: int) -> Speed:
-    rates, throughputs = {}, {}
-    cycle = 0.0
-    for name in (BASELINE, SPECULATIVE):
-        mine = [p for p in passes if (p.server, p.concurrency) == (name, concurrency)]
-        answers = [a for p in mine for a in p.answers]
-        tokens = sum(a.generation.completion_tokens for a in answers)
-        seconds = sum(a.seconds for a in answers)
-        rates[name] = tokens / seconds
-        throughputs[name] = tokens / sum(p.wall_s for p in mine)
-        steps = sum(a.generation.spec_verify_ct or 0 for a in answers)
-        cycle = seconds / steps * 1000 if steps else cycle
+    here = {
+        name: [p for p in passes if (p.server, p.concurrency) == (name, concurrency)]
+        for name in (BASELINE, SPECULATIVE)
+    }
+    plain, drafting = (
+        sum(a.generation.completion_tokens for p in mine for a in p.answers)
+        / sum(p.wall_s for p in mine)
+        for mine in here.values()
+    )
+    answers = [a for p in here[SPECULATIVE] for a in p.answers]
+    steps = sum(a.generation.spec_verify_ct or 0 for a in answers)
+    rates = {name: _rate(mine) for name, mine in here.items()}
+    beside = zip(here[SPECULATIVE], here[BASELINE], strict=False)  # the baseline may have one more
     return Speed(
-        concurrency, rates[BASELINE], rates[SPECULATIVE], throughputs[BASELINE],
-        throughputs[SPECULATIVE], cycle, rates[SPECULATIVE] / rates[BASELINE],
-    )  # fmt: skip
-
-
-def _known(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: info[name] for name in ARGUMENTS if name in info}
+        concurrency=concurrency,
+        baseline_tokens_per_s=rates[BASELINE],
+        speculative_tokens_per_s=rates[SPECULATIVE],
+        baseline_throughput=plain,
+        speculative_throughput=drafting,
+        cycle_ms=sum(a.seconds for a in answers) / steps * 1000,
+        speedup=rates[SPECULATIVE] / rates[BASELINE],
+        speedups=tuple(_rate([s]) / _rate([b]) for s, b in beside),
+    )

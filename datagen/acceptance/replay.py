@@ -42,11 +42,12 @@ LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One sample: its steps, and what they count."""
+    """One sample: its steps, what they count, and the drafts int64 [R-1, K] they go by."""
 
-    sample_id: str
+    sample: Sample
     steps: list[Step]
     counts: Counts
+    drafts_RK: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class Replay:
                     draft_steps=self.steps,
                     tags=(tags or {}).get(sample.sample_id),
                 )
-                yield Replayed(sample.sample_id, steps, counts)
+                yield Replayed(sample, steps, counts, drafts_RK)
 
     @torch.inference_mode()
     def drafts(self, samples: Sequence[Sample], *, prune: bool = True) -> list[NDArray[np.int64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from datagen.errors import MeasurementError
 
 STOP_S = 30.0
 PR_SET_PDEATHSIG = 1
+ERROR = re.compile(r"^[\w.]*(Error|Exception)\b.*: ")
 
 
 @contextlib.contextmanager
@@ -62,11 +64,10 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path, start_s
     deadline = time.monotonic() + start_s
     while True:
         if process.poll() is not None:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise MeasurementError(
-                f"the server ended with {process.returncode}: {lines[-1] if lines else 'no output'}",
-                where=log,
-            )
+                f"the server ended with {process.returncode}: {last_words(log)}", where=log,
+                fix="see its log",
+            )  # fmt: skip
         try:
             urllib.request.urlopen(f"{url}/health", timeout=2).close()
         except (urllib.error.URLError, OSError):
@@ -78,6 +79,16 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path, start_s
             time.sleep(0.1)
         else:
             return
+
+
+def last_words(log: Path) -> str:
+    """The last error that a server's log names, or its last line.
+
+    SGLang's launcher goes on talking after the scheduler's traceback.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    errors = [line for line in lines if ERROR.match(line)]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -49,6 +49,8 @@ def judged(
     if measured is not None:
         ratio = measured.speedup
         answer: Answer = "pays" if ratio > 1 else "does not pay"
+        if measured.speedups and min(measured.speedups) < 1 < max(measured.speedups):
+            answer = "undecided"  # the rounds do not agree
         rates = (
             f"{measured.speculative_tokens_per_s:.1f} tokens/s instead of {baseline:.1f} "
             f"({ratio:.2f}x) at concurrency {measured.concurrency}"
@@ -66,6 +68,11 @@ def judged(
         f"{lead}: accept_len {found} at K = {steps} against {needed:.2f} to break even at "
         f"{cycle_ms:.1f} ms a cycle, {rates}."
     )
+    if answer == "undecided" and measured is not None:
+        spread = f"{min(measured.speedups):.2f}x to {max(measured.speedups):.2f}x"
+        return Verdict(
+            answer, sentence, f"Its rounds gave {spread}: measure more rounds or prompts."
+        )
     return Verdict(answer, sentence, _next(answer, found, needed, steps))
 
 

@@ -28,6 +28,9 @@ def evaluate(
     target_weights: Annotated[str, typer.Option(help="The target's checkpoint directory.")] = "",
     live: Annotated[str, typer.Option(help="URL of a server with the drafter, or: embedded.")] = "",
     baseline_url: Annotated[str, typer.Option(help="URL of the same without it.")] = "",
+    grid: Annotated[
+        str, typer.Option(help="Servers to start and measure: a .yaml, or draft steps as 1,2,3.")
+    ] = "",
     live_dtype: Annotated[str, typer.Option(help="Of embedded servers.")] = "bfloat16",
     concurrencies: Annotated[str, typer.Option(help="Of the live sitting: 1,8,32")] = "1",
     rounds: Annotated[int, typer.Option(help="Passes per server and concurrency.")] = 2,
@@ -44,9 +47,9 @@ def evaluate(
     config = evaluate_config(
         manifest=manifest, drafter=drafter, against=against, name=name, steps=steps, split=split,
         limit=limit, device=device, dtype=dtype, target=target, target_weights=target_weights,
-        live=live, live_dtype=live_dtype, baseline_url=baseline_url, concurrencies=concurrencies,
-        rounds=rounds,
-        live_prompts=live_prompts, baseline=baseline, cycle_ms=cycle_ms, targets=targets,
+        live=live, live_dtype=live_dtype, baseline_url=baseline_url, grid=grid,
+        concurrencies=concurrencies, rounds=rounds, live_prompts=live_prompts,
+        baseline=baseline, cycle_ms=cycle_ms, targets=targets,
     )  # fmt: skip
     result = evaluate_job(
         config, lambda text: err.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -78,6 +81,14 @@ def print_evaluation(result: dict[str, Any]) -> None:
     if "live" in result:
         table.add_row("live accept_len", _interval(result["live"]["accept_len"]))
         table.add_row("live accept_len_raw", f"{result['live']['accept_len_raw']:.3f}")
+    for row in result.get("grid", {}).get("settings", ()):
+        if "error" in row:
+            table.add_row(f"setting {row['name']}", f"not measured: {row['error']}")
+            continue
+        rates = ", ".join(f"{s['speedup']:.2f}x at {s['concurrency']}" for s in row["speeds"])
+        table.add_row(
+            f"setting {row['name']}", f"accept_len {_interval(row['accept_len'])}, {rates}"
+        )
     if "comparison" in result:
         about = result["comparison"]
         table.add_row(f"against {about['against']['path']}", about["text"])

@@ -22,6 +22,7 @@ PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 HEADS = ("lm_head", "language_model.lm_head", "model.language_model.lm_head", "model.lm_head")
 VOCAB_CHUNK = 16_384
 LOGITS_AT_ONCE = 1 << 28
+DRAWN_AT_ONCE = 1 << 24  # logits
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -95,6 +96,30 @@ class Target:
             where_A = torch.where(better, top.indices + start, where_A)
             lse_A = torch.logaddexp(lse_A, logits_AC.logsumexp(dim=-1))
         return where_A, lse_A
+
+    @torch.no_grad()
+    def drawn(
+        self, final_AH: Tensor, tokens_AX: Tensor, *, temperature: float, top_p: float, top_k: int
+    ) -> Tensor:
+        """Probability float64 [A, X] that the target samples each of a row's X tokens.
+
+        Of the whole vocabulary after temperature, top_k and top_p (the token that crosses top_p is
+        kept, as in SGLang), renormalised. `temperature` must be positive.
+        """
+        parts = []
+        size = max(1, DRAWN_AT_ONCE // self.vocab_size)
+        pieces = zip(torch.split(final_AH, size), torch.split(tokens_AX, size), strict=True)
+        for final, tokens in pieces:
+            logits = self.rule(final @ self.head_VH.to(final.device, final.dtype).t())
+            p = torch.softmax(logits.double() / temperature, dim=-1)
+            ranked, order = p.sort(dim=-1, descending=True, stable=True)
+            kept = ranked.cumsum(-1) - ranked < top_p
+            if top_k > 0:
+                kept[:, top_k:] = False
+            ranked = ranked * kept
+            p = torch.zeros_like(p).scatter_(-1, order, ranked / ranked.sum(-1, keepdim=True))
+            parts.append(p.gather(-1, tokens))
+        return torch.cat(parts)
 
     def draft_head(self, target_ids_U: Tensor) -> Tensor:
         """The rows of lm_head that the draft vocabulary names, [U, H]."""

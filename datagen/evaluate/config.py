@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
+from datagen.acceptance.grid import Grid, load_grid
 from datagen.errors import ConfigError
 from datagen.strict import StrictModel, parse
 
@@ -33,6 +34,8 @@ class EvaluateConfig(StrictModel):
     """URL of a server with the drafter, or `embedded`: both servers are started here."""
     live_dtype: str = "bfloat16"
     baseline_url: str | None = None
+    grid: Grid | None = None
+    """Further servers, each measured beside the baseline."""
     concurrencies: tuple[int, ...] = (1,)
     rounds: int = Field(default=2, ge=1)
     live_prompts: int = Field(default=50, ge=1)
@@ -53,6 +56,7 @@ def evaluate_config(
     targets: str = "",
     live: str = "",
     baseline_url: str = "",
+    grid: str = "",
     baseline: float = 0.0,
     cycle_ms: float = 0.0,
     **settings: Any,
@@ -86,7 +90,7 @@ def evaluate_config(
             "manifest": path, "drafter": checkpoint, "against": against or None,
             "name": name or parts[-1], "target": target or None,
             "target_weights": target_weights or None, "live": live or None,
-            "baseline_url": baseline_url or None,
+            "baseline_url": baseline_url or None, "grid": load_grid(grid) if grid else None,
             "baseline": baseline or None, "cycle_ms": cycle_ms or None, **lists, **settings,
         },
         EvaluateConfig,

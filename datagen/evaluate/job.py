@@ -7,9 +7,6 @@ it. Replay needs no target; a live sitting needs two servers of it, one with the
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,9 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datagen.acceptance.breakeven import break_even
+from datagen.acceptance.breakeven import break_even, within_chain
+from datagen.acceptance.live import SPECULATIVE, LivePrompt
 from datagen.acceptance.metrics import (
     Counts,
+    Interval,
     accept_len,
     compare,
     conditional_acceptance,
@@ -28,10 +27,11 @@ from datagen.acceptance.metrics import (
     predicted_accept_len,
     slices,
 )
-from datagen.acceptance.servers import free_port, launched
+from datagen.acceptance.sitting import Sitting
 from datagen.acceptance.verdict import judged
 from datagen.errors import MeasurementError
-from datagen.evaluate.config import EMBEDDED, EvaluateConfig
+from datagen.evaluate.config import EvaluateConfig
+from datagen.evaluate.grid import break_evens, measured_grid, servers
 from datagen.evaluate.subject import (
     Notify,
     digest_of,
@@ -42,13 +42,14 @@ from datagen.evaluate.subject import (
 )
 from datagen.store.atomic import make_directory, write_json_atomic
 from datagen.store.manifest import Manifest
-from datagen.target.profile import load_profile
+from datagen.target.profile import Profile, load_profile
 
 if TYPE_CHECKING:
-    from datagen.acceptance.live import LiveReport
+    from datagen.acceptance.live import LiveReport, Speed
     from datagen.acceptance.replay import Replay
     from datagen.drafter.dataset import ManifestSource
     from datagen.drafter.rows import Sample
+    from datagen.drafter.target import Target
 
 FORMAT = "datagen.evaluation.1"
 
@@ -87,9 +88,14 @@ class _Job:
         self.proof = require_not_trained_on(config.drafter, self.refs)
         self.tags = tags_of(config.manifest.parent, self.refs)
 
+    @property
+    def profile(self) -> Profile:
+        """Of the target that is asked live."""
+        return load_profile(self.config.target or str(self.manifest.target["profile"]))
+
     def run(self) -> dict[str, Any]:
         config = self.config
-        counts, drafter, seconds = self._replayed(config.drafter)
+        counts, drafter, seconds, expected = self._replayed(config.drafter)
         found = accept_len(counts)
         tokens = sum(c.tokens for c in counts)
         self.notify(f"replay: accept_len {found} ({tokens / seconds:,.0f} tokens/s)")
@@ -118,52 +124,136 @@ class _Job:
                     n: {v: asdict(i) for v, i in values.items()}
                     for n, values in slices(counts).items()
                 },
-                "seconds": seconds, "dtype": config.dtype,
+                "expected": expected, "seconds": seconds, "dtype": config.dtype,
             },
         }  # fmt: skip
         if config.against is not None:
-            other, about, _ = self._replayed(config.against)
+            other, about, *_ = self._replayed(config.against)
             comparison = compare(other, counts)
             report["comparison"] = {
                 "against": about, "accept_len": asdict(accept_len(other)),
                 **asdict(comparison), "text": str(comparison),
             }  # fmt: skip
             self.notify(f"against {config.against}: {comparison}")
-        speed = None
+        speeds: tuple[Speed, ...] = ()
         if config.live:
-            with self._servers() as (baseline_url, live_url):
+            with servers(config, self.profile) as (baseline_url, live_url):
                 live = self._live(baseline_url, live_url)
                 report["parity"] = self._parity(live, baseline_url)
-            speed = live.speeds[0]
+            speeds = live.speeds
             report["live"] = live.as_dict()
         verdict = judged(
             found, steps=config.steps, baseline=config.baseline, cycle_ms=config.cycle_ms,
-            measured=speed,
+            measured=speeds[0] if speeds else None,
         )  # fmt: skip
-        rate = speed.baseline_tokens_per_s if speed else config.baseline
-        cycle = speed.cycle_ms if speed else config.cycle_ms
-        if rate and cycle:
+        if speeds:
+            by_batch = break_evens(speeds, config.steps, found.value, config.targets)
+            report["break_even"], report["break_even_by_batch"] = by_batch[0], by_batch
+        elif config.baseline and config.cycle_ms:
             report["break_even"] = break_even(
-                baseline=rate, cycle_ms=cycle, steps=config.steps, targets=config.targets,
-                measured=[(min(max(found.value, 1.0), config.steps + 1.0), config.steps)],
+                baseline=config.baseline, cycle_ms=config.cycle_ms, steps=config.steps,
+                targets=config.targets,
+                measured=[(within_chain(found.value, config.steps), config.steps)],
             ).as_dict()  # fmt: skip
+        if config.grid is not None:
+            report["grid"] = self._grid(found)
+            verdict = report["grid"].pop("verdict") if not speeds else verdict
         report["verdict"] = asdict(verdict)
         return report
 
+    # -- live ----------------------------------------------------------------------------------
+
+    def _sitting(self) -> Sitting:
+        config, limit = self.config, int(self.manifest.settings["max_new_tokens"])
+        prompts = []
+        for ref in self.refs[: config.live_prompts]:
+            ids, _ = self.source.ids(ref)
+            context = tuple(int(i) for i in ids[: ref.n_context])
+            prompts.append(
+                LivePrompt(ref.sample_id, ref.prompt_id, context, limit, self.tags[ref.sample_id])
+            )
+        return Sitting(
+            tuple(prompts), self.source.info.stop_token_ids, config.concurrencies, config.rounds
+        )
+
+    def _live(self, baseline_url: str, live_url: str) -> LiveReport:
+        report = asyncio.run(self._sitting().both(baseline_url, live_url))
+        served = report.servers[SPECULATIVE].get("speculative_num_steps")
+        if served != self.config.steps:
+            raise MeasurementError(
+                f"the server drafts {served} tokens a cycle, replay {self.config.steps}",
+                where=live_url,
+                fix=f"give --steps {served}",
+            )
+        self.notify(f"live: accept_len {report.accept_len}, {report.speeds[0].speedup:.2f}x")
+        return report
+
+    def _parity(self, live: LiveReport, url: str) -> dict[str, Any]:
+        """Replay of the speculative run's own outputs, captured afterwards, against its counts."""
+        from datagen.acceptance.parity import captured_outputs
+
+        found = asyncio.run(captured_outputs(url, live.outputs, self.profile))
+        runner, *_ = self._runner(self.config.drafter)
+        ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
+        theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
+        differ = {
+            s.sample_id: {"replay": mine, "live": other}
+            for (s, _), mine, other in zip(found, ours, theirs, strict=True)
+            if mine != other
+        }
+        self.notify(
+            f"parity: {sum(ours):,} verify steps replayed, {sum(theirs):,} live; "
+            f"{len(differ)} of {len(found)} samples differ"
+        )
+        return {
+            "samples": len(found), "replay_steps": sum(ours), "live_steps": sum(theirs),
+            "differ": differ,
+        }  # fmt: skip
+
+    def _grid(self, found: Interval) -> dict[str, Any]:
+        """Every setting of the grid, replayed too where it drafts a chain of another length."""
+
+        def replayed(steps: int) -> Interval:
+            if steps == self.config.steps:
+                return found
+            runner, *_ = self._runner(self.config.drafter, steps)
+            return accept_len([r.counts for r in runner.run(self._samples(), self.tags)])
+
+        return measured_grid(self.config, self.profile, self._sitting(), replayed, self.notify)
+
     # -- replay --------------------------------------------------------------------------------
 
-    def _replayed(self, directory: Path) -> tuple[list[Counts], dict[str, Any], float]:
-        """Counts, what the drafter is, and the seconds of the replay, its loading left out."""
-        runner, about = self._runner(directory)
+    def _replayed(
+        self, directory: Path
+    ) -> tuple[list[Counts], dict[str, Any], float, dict[str, float | int] | None]:
+        """Counts, what the drafter is, the replay's seconds without its loading, and for sampled
+
+        responses what the steps were expected to deliver.
+        """
+        from datagen.acceptance.expected import Draw, expected_of_sample, mean_and_spread
+
+        runner, target, about = self._runner(directory)
+        how = self.manifest.sampling.get(self.config.split) or {}
+        draw = None
+        if how.get("temperature", 0) > 0 and self.source.info.final_norm != "none":
+            draw = Draw(
+                target, runner.device, self.source.info.final_norm, how["temperature"],
+                how.get("top_p", 1.0), how.get("top_k", -1),
+            )  # fmt: skip
+        counts, expected = [], []
         started = time.monotonic()
-        counts = [r.counts for r in runner.run(self._samples(), self.tags)]
-        return counts, about, time.monotonic() - started
+        for found in runner.run(self._samples(), self.tags):
+            counts.append(found.counts)
+            if draw is not None and (one := expected_of_sample(found, draw)) is not None:
+                expected.append(one)
+        return counts, about, time.monotonic() - started, mean_and_spread(expected)
 
     def _samples(self) -> Iterator[Sample]:
         for ref in self.refs:
             yield self.source.read(ref, ref.n_tokens)
 
-    def _runner(self, directory: Path) -> tuple[Replay, dict[str, Any]]:
+    def _runner(self, directory: Path, steps: int = 0) -> tuple[Replay, Target, dict[str, Any]]:
+        """A replay at K = `steps` (0: the evaluation's own), the target, and what the drafter is."""
         from datagen.acceptance.replay import Replay, compute_dtype, find_device
         from datagen.drafter.checkpoint import load_drafter
         from datagen.drafter.target import load_target
@@ -188,93 +278,8 @@ class _Job:
                 )
         device = find_device(config.device)
         runner = Replay(
-            loaded.drafter, target.embed_VH, steps=config.steps, device=device,
+            loaded.drafter, target.embed_VH, steps=steps or config.steps, device=device,
             dtype=compute_dtype(config.dtype),
         )  # fmt: skip
         about = {"path": str(directory), "sha256": loaded.sha256, **trained(directory)}
-        return runner, about
-
-    # -- live ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _servers(self) -> Iterator[tuple[str, str]]:
-        """URLs without and with the drafter: as given, or the embedded target started twice."""
-        config = self.config
-        if config.live != EMBEDDED:
-            yield str(config.baseline_url), str(config.live)
-            return
-        profile = load_profile(config.target or str(self.manifest.target["profile"]))
-        if not profile.embedded:
-            raise MeasurementError(
-                f"{profile.name} is not the embedded target", where=config.manifest,
-                fix="give --live and --baseline-url",
-            )  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            urls = []
-            more = ["--drafter", str(config.drafter), "--draft-steps", str(config.steps)]
-            for name, arguments in (("baseline", []), ("speculative", more)):
-                port = free_port()
-                command = [
-                    sys.executable, "-m", "datagen.cli", "serve", "--port", str(port),
-                    "--spool-dir", f"{folder}/{name}", "--dtype", config.live_dtype,
-                    # in float32 the engine pads every decode to this, which would slow the baseline
-                    "--max-running-requests", str(max(config.concurrencies)), *arguments,
-                ]  # fmt: skip
-                url = f"http://127.0.0.1:{port}"
-                urls.append(
-                    stack.enter_context(launched(command, url, log=Path(folder) / f"{name}.log"))
-                )
-            yield urls[0], urls[1]
-
-    def _live(self, baseline_url: str, live_url: str) -> LiveReport:
-        from datagen.acceptance.live import LivePrompt, measure
-
-        config = self.config
-        prompts = []
-        for ref in self.refs[: config.live_prompts]:
-            ids, _ = self.source.ids(ref)
-            prompts.append(
-                LivePrompt(
-                    ref.sample_id, ref.prompt_id, tuple(int(i) for i in ids[: ref.n_context]),
-                    int(self.manifest.settings["max_new_tokens"]), self.tags[ref.sample_id],
-                )
-            )  # fmt: skip
-        report = asyncio.run(
-            measure(
-                baseline_url, live_url, prompts,
-                stop_token_ids=self.source.info.stop_token_ids,
-                concurrencies=config.concurrencies, rounds=config.rounds,
-            )
-        )  # fmt: skip
-        served = report.servers["speculative"].get("speculative_num_steps")
-        if served != config.steps:
-            raise MeasurementError(
-                f"the server drafts {served} tokens a cycle, replay {config.steps}",
-                where=live_url,
-                fix=f"give --steps {served}",
-            )
-        self.notify(f"live: accept_len {report.accept_len}, {report.speeds[0].speedup:.2f}x")
-        return report
-
-    def _parity(self, live: LiveReport, url: str) -> dict[str, Any]:
-        """Replay of the speculative run's own outputs, captured afterwards, against its counts."""
-        from datagen.acceptance.parity import captured_outputs
-
-        profile = load_profile(self.config.target or str(self.manifest.target["profile"]))
-        found = asyncio.run(captured_outputs(url, live.outputs, profile))
-        runner, _ = self._runner(self.config.drafter)
-        ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
-        theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
-        differ = {
-            s.sample_id: {"replay": mine, "live": other}
-            for (s, _), mine, other in zip(found, ours, theirs, strict=True)
-            if mine != other
-        }
-        self.notify(
-            f"parity: {sum(ours):,} verify steps replayed, {sum(theirs):,} live; "
-            f"{len(differ)} of {len(found)} samples differ"
-        )
-        return {
-            "samples": len(found), "replay_steps": sum(ours), "live_steps": sum(theirs),
-            "differ": differ,
-        }  # fmt: skip
+        return runner, target, about

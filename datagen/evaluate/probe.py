@@ -18,6 +18,8 @@ from datagen.errors import ConfigError
 from datagen.evaluate.config import EvaluateConfig, evaluate_config
 from datagen.evaluate.job import evaluate
 from datagen.finetune import FinetuneConfig, finetune
+from datagen.prompts.estimate import Speed
+from datagen.report.price import price
 from datagen.store.atomic import write_json_atomic
 from datagen.store.manifest import Manifest
 
@@ -28,13 +30,14 @@ Z_95 = 1.959963984540054
 
 def probe(
     training: FinetuneConfig, *, steps: int, baseline: float, cycle_ms: float, notify: Notify,
-    fractions: Sequence[float] = FRACTIONS, stop: Callable[[], bool] = lambda: False,
-    **evaluation: Any,
+    fractions: Sequence[float] = FRACTIONS, speed: Speed | None = None,
+    stop: Callable[[], bool] = lambda: False, **evaluation: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes probe.json beside the manifest; returns it. Raises DatagenError.
 
     training     as of the full run; its `out` is where the subsets' drafters go, a directory each
     fractions    of the training samples, three at least
+    speed        of the servers that would collect, for the cost; None: the run's own pace
     evaluation   further settings of an evaluation, as device, target_weights
     """
     manifest = training.manifests[0]
@@ -68,10 +71,18 @@ def probe(
         curve.append({"samples": size, "accept_len": found})
     fit = ScalingFit(points, steps=steps)
     whole, goal = fit.forecast(total), fit.goal(needed)
+    whole_manifest = Manifest.load(manifest)
+    wanted = {"full run": float(total), "break-even": goal.samples.value}
+    costs = {name: price(n, manifest.parent, whole_manifest, speed)
+             for name, n in wanted.items() if n is not None}  # fmt: skip
     result = {
         "manifest": str(manifest), "steps": steps, "init": before, "curve": curve,
         "samples": total, "needed": needed, "forecast": asdict(whole), "goal": asdict(goal),
-        "sentence": _sentence(total, needed, whole.value, whole.low, whole.high, goal.answer),
+        "cost": {name: asdict(cost) for name, cost in costs.items()},
+        "sentence": " ".join([
+            _sentence(total, needed, whole.value, whole.low, whole.high, goal.answer),
+            *(f"For {name}: {cost}." for name, cost in costs.items()),
+        ]),
     }  # fmt: skip
     write_json_atomic(manifest.parent / "probe.json", result)
     notify(str(result["sentence"]))

@@ -173,6 +173,13 @@ def histogram_lines(estimate: PlanEstimate) -> list[str]:
     ]
 
 
+def hours_on(speed: Speed, generated_tokens: float, captured_tokens: float) -> float:
+    """Hours that generating and capturing so many tokens takes on all servers together."""
+    seconds = generated_tokens / speed.generate_tokens_per_s
+    seconds += captured_tokens / speed.prefill_tokens_per_s
+    return seconds / 3600 / speed.servers
+
+
 def _cost(
     totals: tuple[int, int, float, float], n_prompts: int, profile: Profile, speed: Speed | None
 ) -> Cost:
@@ -180,10 +187,7 @@ def _cost(
     of_plan, samples, generated, captured = totals
     factor = n_prompts / max(of_plan, 1)
     raw = captured * factor * profile.bytes_per_token
-    hours = None
-    if speed is not None:
-        seconds = generated / speed.generate_tokens_per_s + captured / speed.prefill_tokens_per_s
-        hours = seconds * factor / 3600 / speed.servers
+    hours = hours_on(speed, generated * factor, captured * factor) if speed else None
     return Cost(
         prompts=n_prompts,
         samples=round(samples * factor),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from datagen.acceptance.breakeven import chain_accept_len, chain_acceptance, required_accept_len
 from datagen.acceptance.scaling import NotIdentifiable, Point, ScalingFit
+from datagen.prompts.estimate import Speed
+from datagen.report.live import by_batch_section, grid_section, live_section
 from datagen.report.plots import Rule, Series, bar_plot, interval_plot, line_plot
+from datagen.report.price import price
 from datagen.report.sections import Plot, Section, Table, interval_text
 from datagen.store.manifest import Manifest
 
@@ -20,9 +24,13 @@ def evaluation_sections(evaluation: dict[str, Any]) -> list[Section]:
     """Everything one evaluation measured."""
     found = [_acceptance(evaluation), _slices(evaluation)]
     if "live" in evaluation:
-        found.append(_live(evaluation))
+        found.append(live_section(evaluation["live"]))
+    if "grid" in evaluation:
+        found.append(grid_section(evaluation["grid"]))
     if "break_even" in evaluation:
         found.append(_break_even(evaluation))
+    if len(evaluation.get("break_even_by_batch", ())) > 1:
+        found.append(by_batch_section(evaluation))
     return found
 
 
@@ -42,6 +50,12 @@ def _acceptance(evaluation: dict[str, Any]) -> Section:
                                 f"{replay['mean_distinct_4']:.1%} on average)")],
         ["arithmetic", f"{replay['dtype']}, replayed in {replay['seconds']:,.1f} s"],
     ]  # fmt: skip
+    if sampled := replay.get("expected"):
+        rows.append([
+            "uncut steps, expected before the draw",
+            (f"{sampled['expected']:.3f} +- {1.96 * sampled['expected_error']:.3f} (as drawn "
+            f"{sampled['observed']:.3f} +- {1.96 * sampled['observed_error']:.3f})"),
+        ])  # fmt: skip
     if "comparison" in evaluation:
         about = evaluation["comparison"]
         rows.append([f"against {about['against']['path']}", about["text"]])
@@ -82,45 +96,6 @@ def _slices(evaluation: dict[str, Any]) -> Section:
     heads = ["slice", "value", "prompts", "accept_len"]
     return Section("accept_len by slice", plots=[Plot(plot, table, heads)],
                    tables=[Table("", heads, table)] if len(table) > SLICES_SHOWN else [])  # fmt: skip
-
-
-def _live(evaluation: dict[str, Any]) -> Section:
-    live = evaluation["live"]
-    rows = [
-        [str(s["concurrency"]), f"{s['baseline_tokens_per_s']:.1f}", f"{s['speculative_tokens_per_s']:.1f}",
-         f"{s['speedup']:.2f}x", f"{s['cycle_ms']:.1f}", f"{s['baseline_throughput']:.1f}",
-         f"{s['speculative_throughput']:.1f}"]
-        for s in live["speeds"]
-    ]  # fmt: skip
-    heads = ["concurrency", "baseline tok/s", "with the drafter", "ratio", "cycle ms",
-             "baseline, all requests", "with the drafter, all"]  # fmt: skip
-    names = sorted({n for s in live["servers"].values() for n in s})
-    servers = [
-        [n, *(str(live["servers"][s].get(n, "")) for s in ("baseline", "speculative"))]
-        for n in names
-    ]
-    total = live["same_outputs"] + len(live["different_outputs"])
-    text = [
-        (
-            f"Live accept_len {interval_text(live['accept_len'])}; with drafts accepted beyond the end of "
-            f"outputs (accept_len_raw) {live['accept_len_raw']:.3f}. Greedy outputs are the same with and "
-            f"without the drafter for {live['same_outputs']} of {total} prompts."
-        ),
-        "Baseline and drafter took turns on the same prompts in one sitting.",
-    ]
-    points = [
-        Series("baseline", tuple((s["concurrency"], s["baseline_tokens_per_s"]) for s in live["speeds"])),
-        Series("with the drafter",
-               tuple((s["concurrency"], s["speculative_tokens_per_s"]) for s in live["speeds"])),
-    ]  # fmt: skip
-    plots = []
-    if len(live["speeds"]) > 1:
-        svg = line_plot(
-            "Tokens/s of one request", points, x="concurrency", y="tokens/s", zero_y=True
-        )
-        plots.append(Plot(svg, rows, heads))
-    about = Table("Servers", ["argument", "baseline", "with the drafter"], servers)
-    return Section("Live", text, [Table("", heads, rows), about], plots)
 
 
 def _break_even(evaluation: dict[str, Any]) -> Section:
@@ -172,8 +147,13 @@ def _break_even(evaluation: dict[str, Any]) -> Section:
     )  # fmt: skip
 
 
-def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -> list[Section]:
-    """accept_len against training samples, over evaluations of one held-out set and one K."""
+def scaling_section(
+    evaluations: Sequence[dict[str, Any]], root: Path, manifest: Manifest, speed: Speed | None
+) -> list[Section]:
+    """accept_len against training samples, over evaluations of one held-out set and one K.
+
+    `speed`: of the servers that would collect more; None prices it at the run's own pace.
+    """
     groups: dict[Any, dict[int, dict[str, Any]]] = defaultdict(dict)
     for e in evaluations:
         if e["drafter"].get("trained_samples"):
@@ -212,7 +192,7 @@ def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -
         rules.append(Rule("break-even", needed))
         text.append(f"Samples for break-even ({needed:.2f}): {goal.answer}.")
         if goal.samples.value is not None:
-            text.append(_price(goal.samples.value, manifest))
+            text.append(f"{price(goal.samples.value, root, manifest, speed)}.")
     ahead = fit.forecast(last * 4)
     if ahead.low is not None and ahead.high is not None:
         text.append(
@@ -221,15 +201,6 @@ def scaling_section(evaluations: Sequence[dict[str, Any]], manifest: Manifest) -
     svg = line_plot("accept_len against training samples", [curve, marked], x="training samples",
                     y="accept_len", rules=rules, log_x=True)  # fmt: skip
     return [Section("Scaling with data", text=text, plots=[Plot(svg, table, heads)])]
-
-
-def _price(samples: float, manifest: Manifest) -> str:
-    """What so many samples would cost to store, at this run's bytes a sample."""
-    each = manifest.stored_bytes / max(manifest.samples.collected, 1)
-    return (
-        f"At this run's {each / 1e6:,.2f} MB a sample that is {samples * each / 1e12:,.3f} TB of states; "
-        "`datagen plan` gives the hours for a server's speed."
-    )
 
 
 def _sd(found: dict[str, Any]) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from datagen.errors import CorruptFile
+from datagen.prompts.estimate import Speed
 from datagen.report.acceptance import evaluation_sections, scaling_section
 from datagen.report.plots import Series, bar_plot, line_plot
 from datagen.report.sections import Plot, Section, Table, text_of
@@ -28,8 +29,8 @@ class Card:
     sections: list[Section]
 
 
-def run_card(root: Path) -> Card:
-    """Read everything a run holds. Raises CorruptFile when it has no manifest."""
+def run_card(root: Path, speed: Speed | None = None) -> Card:
+    """Read everything a run holds. `speed`: of servers, to price more data. Raises CorruptFile."""
     manifest = Manifest.load(root / "manifest.json")
     evaluations = load_evaluations(root)
     shown = [
@@ -40,7 +41,7 @@ def run_card(root: Path) -> Card:
     sections += training_sections(root)
     for evaluation in reversed(shown):
         sections += evaluation_sections(evaluation)
-    sections += scaling_section(evaluations, manifest)
+    sections += scaling_section(evaluations, root, manifest, speed)
     return Card(
         title=f"Run {manifest.run}: {manifest.target.get('model')}",
         verdict=newest["verdict"]["sentence"] if newest else "No drafter has been evaluated yet.",

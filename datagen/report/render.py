@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from datagen.prompts.estimate import Speed
 from datagen.report.card import Card, run_card
 from datagen.report.sections import Table
 from datagen.store.atomic import write_atomic
@@ -36,9 +37,9 @@ svg .s3 { stroke: var(--d); } svg circle.s3 { fill: var(--d); } svg text.t3 { fi
 """
 
 
-def write_report(root: Path) -> tuple[Path, Path]:
+def write_report(root: Path, speed: Speed | None = None) -> tuple[Path, Path]:
     """Write report.html and report.md of a run; returns their paths. Raises CorruptFile."""
-    card = run_card(root)
+    card = run_card(root, speed)
     html, markdown = root / "report.html", root / "report.md"
     write_atomic(html, as_html(card).encode())
     write_atomic(markdown, as_markdown(card).encode())

@@ -65,7 +65,9 @@ def launch_recipe(
         else {}
     )
     if profile.embedded:
-        return _embedded(profile, role, python, host, port, spool_dir, ours, extra)
+        return _embedded(
+            profile, role, python, host, port, spool_dir, ours, model_path, draft, extra
+        )
     described = getattr(profile.launch, role)
     if described is None:
         raise ConfigError(
@@ -103,17 +105,23 @@ def _embedded(
     port: int,
     spool_dir: Path,
     ours: dict[str, str],
+    model_path: str,
+    draft: str,
     extra: tuple[str, ...],
 ) -> Recipe:
-    if role == "evaluate":
+    if role == "evaluate" and not draft:
         raise ConfigError(
-            "the embedded target is not launched with a drafter this way",
+            "a server to evaluate needs a drafter",
             where=profile.name,
-            fix="see `datagen serve --help`",
+            fix="give its directory with --draft",
         )
+    which = ["--target", model_path or profile.name]
+    if model_path:
+        which += ["--boundaries", ",".join(map(str, profile.boundaries))]
+    drafting = ["--drafter", draft] if role == "evaluate" else []
     command = [
-        python, "-m", "datagen.cli", "serve", "--target", profile.name, "--host", host,
-        "--port", str(port), "--spool-dir", str(spool_dir), *extra,
+        python, "-m", "datagen.cli", "serve", *which, "--host", host, "--port", str(port),
+        "--spool-dir", str(spool_dir), *drafting, *extra,
     ]  # fmt: skip
     return Recipe(tuple(command), {k: v for k, v in ours.items() if k != "SGLANG_PLUGINS"}, 0)
 

@@ -7,11 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datagen.acceptance.conditions import require_servers
 from datagen.acceptance.live import (
+    BASELINE,
+    SPECULATIVE,
     Answer,
     LivePrompt,
+    Pass,
+    Visit,
     counts_of_answer,
-    require_servers,
+    live_report,
     require_spec_fields,
 )
 from datagen.errors import MeasurementError
@@ -47,6 +52,7 @@ def test_servers_that_differ_in_the_drafter_alone_are_taken() -> None:
         ({}, {"speculative_algorithm": "NGRAM"}, "speculates with NGRAM, not EAGLE3"),
         ({}, {"speculative_algorithm": None}, "speculates with nothing"),
         ({}, {"speculative_accept_threshold_single": 0.8}, "lossy"),
+        ({}, {"speculative_adaptive": True}, "changes its draft steps as it goes"),
         ({"speculative_draft_model_path": "d"}, {}, "the baseline server drafts too"),
         ({"tp_size": 4}, {}, "tp_size is 8 with the drafter, 4 without"),
         ({"model_path": "n"}, {}, "model_path is m with the drafter, n without"),
@@ -82,3 +88,36 @@ def test_the_prefills_tokens_are_no_verify_steps_tokens() -> None:
     assert (counts.tokens, counts.steps) == (7, 4)
     assert counts.eligible == (4, 3, 2)
     assert counts.accepted == (3, 2, 0)
+
+
+def visit(server: str, *seconds: float, concurrency: int = 1) -> Visit:
+    """A visit of one pass per given time of one request of nine tokens."""
+    made = []
+    for s in seconds:
+        a = answer(9, 4 if server == SPECULATIVE else None, 4, histogram=(1, 2, 1))
+        made.append(Pass(server, concurrency, s, (Answer(a.prompt, a.generation, s),)))
+    about = DRAFTING if server == SPECULATIVE else PLAIN
+    return Visit(server, f"http://{server}", dict(about), {"OMP_NUM_THREADS": "1"}, tuple(made))
+
+
+def test_a_baseline_visited_before_and_after_gives_its_drift() -> None:
+    """Two rounds a visit; the machine became slower by a quarter on the way."""
+    visits = [visit(BASELINE, 1.0, 1.0), visit(SPECULATIVE, 0.5, 0.5), visit(BASELINE, 1.25, 1.25)]
+    report = live_report(visits)
+    assert report.baseline_drift == pytest.approx(0.8)
+    (speed,) = report.speeds
+    assert speed.baseline_tokens_per_s == pytest.approx(36 / 4.5)
+    assert speed.speculative_tokens_per_s == pytest.approx(18.0)
+    assert speed.cycle_ms == pytest.approx(1000 / 8)
+    assert speed.speedups == pytest.approx((2.0, 2.0))
+    assert report.accept_len.value == pytest.approx(8 / 4)
+    assert report.as_dict()["environments"][BASELINE] == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_baseline_that_came_back_another_is_refused() -> None:
+    changed = visit(BASELINE, 1.0)
+    changed.arguments["dtype"] = "float16"
+    with pytest.raises(
+        MeasurementError, match="dtype is bfloat16 with the drafter, float16 without"
+    ):
+        live_report([visit(BASELINE, 1.0), visit(SPECULATIVE, 0.5), changed])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from datagen.acceptance.servers import free_port, launched
+from datagen.acceptance.servers import free_port, last_words, launched
 from datagen.errors import MeasurementError
 
 HEALTHY = """
@@ -55,6 +55,16 @@ def test_a_server_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path)
         launched(command, "http://127.0.0.1:9", log=tmp_path / "log"),
     ):
         pass
+
+
+def test_the_error_is_found_behind_what_a_launcher_says_after_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "Traceback\n  File x\nRuntimeError: no kernel\n\n[13:22] kill_process_tree called\n"
+    )
+    assert last_words(log) == "RuntimeError: no kernel"
+    log.write_text("")
+    assert last_words(log) == "no output"
 
 
 def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:

@@ -51,3 +51,12 @@ def test_a_cycle_shorter_than_a_plain_step_is_not_believed() -> None:
     verdict = judged(found(1.08), steps=3, measured=sitting(2.7, 172.5, 1.08))
     assert verdict.answer == "undecided"
     assert "a verify cycle took 172.5 ms, a plain step of the baseline 370.4 ms" in verdict.sentence
+
+
+def test_rounds_that_do_not_agree_decide_nothing() -> None:
+    split = Speed(1, 80.0, 84.0, 80.0, 84.0, 30.0, 1.05, (0.98, 1.12))
+    said = judged(found(2.5), steps=3, measured=split)
+    assert said.answer == "undecided"
+    assert said.next_step.startswith("Its rounds gave 0.98x to 1.12x")
+    agreed = Speed(1, 80.0, 84.0, 80.0, 84.0, 30.0, 1.05, (1.02, 1.12))
+    assert judged(found(2.5), steps=3, measured=agreed).answer == "pays"

@@ -184,7 +184,7 @@ def test_a_live_sitting_agrees_with_replay(bench: Path, servers: tuple[str, str,
     plain, drafting, profile = servers
     result = run(
         bench, live=drafting, baseline_url=plain, target=str(profile), concurrencies="1,4",
-        rounds=2, name="live",
+        rounds=2, live_prompts=5, name="live",
     )  # fmt: skip
     live, parity = result["live"], result["parity"]
     assert live["different_outputs"] == []
@@ -195,6 +195,69 @@ def test_a_live_sitting_agrees_with_replay(bench: Path, servers: tuple[str, str,
     assert live["servers"]["speculative"]["speculative_algorithm"] == "EAGLE3"
     assert result["verdict"]["answer"] in ("pays", "does not pay", "undecided")
     assert result["break_even"]["cycle_ms"] == live["speeds"][0]["cycle_ms"]
+
+
+def test_a_grid_measures_servers_it_starts_and_servers_that_run(
+    bench: Path, servers: tuple[str, str, Path]
+) -> None:
+    """One setting runs already, one is started and stopped here, one cannot be, and says why."""
+    plain, drafting, profile = servers
+    embedded = bench / "embedded.yaml"
+    embedded.write_text(json.dumps({**json.loads(profile.read_text()), "embedded": True}))
+    grid = {
+        "model_path": str(bench / "tiny-llama"), "baseline": {"url": plain},
+        "settings": [
+            {"name": "there", "url": drafting},
+            {"name": "one", "steps": 1, "environment": {"OMP_NUM_THREADS": "1"}},
+            {"name": "tree", "steps": 3, "topk": 2, "draft_tokens": 6},
+        ],
+    }  # fmt: skip
+    (bench / "grid.yaml").write_text(json.dumps(grid))  # JSON is YAML
+    result = run(
+        bench, grid=str(bench / "grid.yaml"), target=str(embedded), live_dtype="float32", rounds=1,
+        concurrencies="1,2", live_prompts=4, name="grid",
+    )  # fmt: skip
+    there, one, tree = result["grid"]["settings"]
+    assert "error" not in one, one["error"]
+    assert (there["steps"], one["steps"]) == (STEPS, 1)
+    assert tree["error"].startswith("setting 'tree': the embedded target drafts chains")
+    assert one["environments"]["speculative"]["OMP_NUM_THREADS"] == "1"
+    for row in (there, one):
+        assert [b["batch"] for b in row["break_even_by_batch"]] == [1, 2]
+    assert 1 < one["replay_accept_len"]["value"] <= 2
+    assert there["replay_accept_len"] == result["replay"]["accept_len"]
+    assert 1 < one["accept_len"]["value"] <= 2
+    assert [b["concurrency"] for b in result["grid"]["best"]] == [1, 2]
+    assert "Setting '" in result["verdict"]["sentence"]
+    assert (
+        (bench / "run" / "evaluation" / "grid.logs" / "one.log").read_text().startswith("serving")
+    )
+    markdown = write_report(bench / "run")[1].read_text()
+    assert "Grid of draft settings" in markdown
+    assert "| tree | not measured: setting 'tree'" in markdown
+
+
+def test_one_server_at_a_time_gives_the_same_accept_len(
+    bench: Path, servers: tuple[str, str, Path]
+) -> None:
+    plain, drafting, profile = servers
+    grid = {"together": False, "baseline": {"url": plain},
+            "settings": [{"name": "there", "url": drafting}]}  # fmt: skip
+    (bench / "turns.yaml").write_text(json.dumps(grid))
+    given = {"target": str(profile), "rounds": 1, "live_prompts": 3, "name": "refused"}
+    (row,) = run(bench, grid=str(bench / "turns.yaml"), **given)["grid"]["settings"]
+    assert row["baseline_drift"] > 0
+    assert row["accept_len"]["value"] > 1
+
+
+def test_a_grid_of_which_nothing_can_be_measured_is_refused(
+    bench: Path, servers: tuple[str, str, Path]
+) -> None:
+    plain, _, profile = servers
+    grid = {"baseline": {"url": plain}, "settings": [{"name": "itself", "url": plain}]}
+    (bench / "nothing.yaml").write_text(json.dumps(grid))
+    refused(bench, "no setting of the grid .* speculates with nothing", name="refused",
+            grid=str(bench / "nothing.yaml"), target=str(profile))  # fmt: skip
 
 
 def test_servers_that_cannot_be_compared_are_refused(

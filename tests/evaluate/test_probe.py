@@ -53,6 +53,8 @@ def test_nested_subsets_give_a_curve_and_a_sentence_and_again_at_once(bench: Pat
     assert [p["samples"] for p in result["curve"]] == [4, 8, 16]
     assert result["needed"] == pytest.approx(2.46)
     assert "32 samples" in result["sentence"]
+    assert result["cost"]["full run"]["stored_bytes"] > 0
+    assert "TB of states and" in result["sentence"]
     assert json.loads((bench / "run" / "probe.json").read_text())["curve"] == result["curve"]
     assert sorted(p.name for p in (bench / "run" / "evaluation").iterdir()) == [
         "probe-16.json", "probe-4.json", "probe-8.json",

@@ -14,9 +14,12 @@ import pytest
 
 from datagen.acceptance.breakeven import break_even
 from datagen.errors import CorruptFile
+from datagen.prompts.estimate import Speed
 from datagen.report.card import run_card
 from datagen.report.plots import Rule, Series, bar_plot, interval_plot, line_plot
+from datagen.report.price import price
 from datagen.report.render import as_html, as_markdown, write_report
+from datagen.store.manifest import Manifest
 from tests.drafter.run import tiny_target, write_run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,6 +68,25 @@ def evaluation(samples: int, accept_len: float, *, live: bool = False) -> dict[s
             "accept_len": interval(accept_len), "accept_len_raw": accept_len + 0.01,
             "speeds": [speed, {**speed, "concurrency": 8}], "same_outputs": 49,
             "different_outputs": ["a-0"],
+        }  # fmt: skip
+        content["live"] |= {
+            "environments": {"baseline": {"NCCL_P2P_LEVEL": "SYS"}, "speculative": None},
+            "slices": slices, "baseline_drift": 0.97,
+        }  # fmt: skip
+        content["break_even_by_batch"] = [
+            break_even(baseline=b, cycle_ms=c, steps=3, batch=n).as_dict()
+            for n, b, c in ((1, 82, 30), (8, 45, 52))
+        ]
+        content["grid"] = {
+            "together": False, "best": [{"concurrency": 1, "name": "k2", "speedup": 0.75}],
+            "settings": [
+                {"name": "k2", "steps": 2, "topk": 1, "draft_tokens": 3,
+                 "accept_len": interval(1.9), "replay_accept_len": interval(1.9),
+                 "speeds": content["live"]["speeds"]},
+                {"name": "tree", "steps": 3, "topk": 4, "draft_tokens": 8,
+                 "accept_len": interval(2.3), "replay_accept_len": None, "speeds": [speed]},
+                {"name": "dead", "error": "the server ended with 1: out of memory"},
+            ],
         }  # fmt: skip
         content["parity"] = {"samples": 40, "replay_steps": 900, "live_steps": 901,
                              "differ": {"a-0": {"replay": 3, "live": 4}}}  # fmt: skip
@@ -140,8 +162,12 @@ def test_every_plot_is_well_formed_and_has_marks_and_a_name(root: Path) -> None:
 def test_markdown_has_the_figures_of_the_plots(root: Path) -> None:
     text = as_markdown(run_card(root))
     for words in ("2.220 [2.120, 2.320]", "| code |", "| 83,000 |", "75x".replace("75x", "0.75x"),
-                  "unreachable", "Samples for break-even (2.46)", "TB of states",
-                  "accept_len_raw) 2.230", "901; 1 of 40 samples differ"):  # fmt: skip
+                  "unreachable", "Samples for break-even (2.46)", "TB of states and", "at this run's pace",
+                  "accept_len_raw) 2.230", "901; 1 of 40 samples differ",
+                  "| NCCL_P2P_LEVEL | SYS | unreadable |",
+                  "| 8 | 45.0 | 52.0 | 2.34 |", "| dead | not measured: the server ended with 1",
+                  "| tree | 3 / 4 / 8 | 1 | 2.300 [2.200, 2.400] | a tree has none |",
+                  "last pass ran at 0.970x"):  # fmt: skip
         assert words in text, words
     assert "<svg" not in text
 
@@ -209,7 +235,7 @@ def test_a_browser_draws_every_plot_without_a_console_error(root: Path, tmp_path
     seen = browser("--dump-dom")
     assert "CONSOLE" not in seen.stderr, seen.stderr
     plots = json.loads(re.findall(r'data-plots="([^"]*)"', seen.stdout)[0].replace("&quot;", '"'))
-    assert len(plots) == page.count('<svg class="plot"') >= 12
+    assert len(plots) == page.count('<svg class="plot"') >= 14
     for width, height, marks, texts in plots:
         assert width > 300
         assert height > 60
@@ -218,3 +244,18 @@ def test_a_browser_draws_every_plot_without_a_console_error(root: Path, tmp_path
     browser(f"--screenshot={shot}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
     assert shot.stat().st_size > 20_000, "not a blank page"
+
+
+def test_more_data_is_priced_by_the_speed_of_servers(root: Path) -> None:
+    """8 samples: hours are (generated / 100 + captured / 1000) seconds of each, on two servers."""
+    manifest = Manifest.load(root / "manifest.json")
+    splits = manifest.splits.values()
+    generated, captured = (sum(getattr(s, f"tokens_{n}") for s in splits)
+                           for n in ("generated", "captured"))  # fmt: skip
+    found = price(80_000, root, manifest, Speed(100.0, 1000.0, 8, 2))
+    hours = (generated / 100 + captured / 1000) * 10_000 / 3600 / 2
+    assert found.hours == pytest.approx(hours)
+    assert found.gpu_hours == pytest.approx(hours * 16)
+    assert found.stored_bytes == pytest.approx(manifest.stored_bytes * 10_000)
+    text = as_markdown(run_card(root, Speed(100.0, 1000.0, 8, 2)))
+    assert "at 100 generated and 1,000 captured tokens/s on 2 servers" in text

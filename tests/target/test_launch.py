@@ -79,8 +79,13 @@ def test_what_cannot_be_launched_says_what_to_do() -> None:
         recipe("kimi-k2.5", "evaluate")
     with pytest.raises(ConfigError, match="unknown role 'train'"):
         recipe("kimi-k2.5", "train")
-    with pytest.raises(ConfigError, match="embedded target is not launched with a drafter"):
+    with pytest.raises(ConfigError, match=r"needs a drafter \(smollm2\): give its directory"):
         recipe("smollm2", "evaluate")
+
+
+def test_the_embedded_target_is_launched_with_a_drafter_too() -> None:
+    words = recipe("smollm2", "evaluate", draft="/d", extra=("--draft-steps", "2")).command
+    assert words[-4:] == ("--drafter", "/d", "--draft-steps", "2")
 
 
 def test_the_printed_line_is_the_command_of_a_shell() -> None:
