@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import os
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +15,7 @@ import pytest
 
 from datagen.collect.proof import preflight
 from datagen.config import collect_config
-from datagen.embedded.faults import FAULTS, VARIABLE
+from datagen.embedded.faults import FAULTS
 from datagen.errors import ConfigError
 from datagen.store.manifest import Manifest
 from datagen.target.checks.answers import check_parity
@@ -35,10 +29,9 @@ from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient
 from datagen.target.profile import Profile
 from datagen.target.tokens import TemplateRenderer
+from tests.target.faulty import faulty
 from tests.tiny import (
-    BOUNDARIES,
     HIDDEN,
-    free_port,
     serving,
     write_tiny_checkpoint,
     write_tiny_mix,
@@ -47,7 +40,8 @@ from tests.tiny import (
 
 CLI = [sys.executable, "-m", "datagen.cli"]
 TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\\n' }}{{ tools_ts_str if tools_ts_str is defined else "
+    "tools | tojson }}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{% if thinking is defined and not thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
@@ -67,6 +61,7 @@ CAUGHT = {
     "spool_elsewhere": ("spool", "/another-host/spool", "both mount"),
     "disk_full": ("spool", "bytes free in the spool", "make room"),
     "thinking_ignored": ("thinking", "the server ignores thinking", "chat template"),
+    "tokenize_differs": ("rendering", "'tools' differs from token", "--rendering ours"),
 }  # fmt: skip
 
 
@@ -77,42 +72,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     return directory
-
-
-def _serve(target: str, port: int, spool: Path, fault: str) -> None:
-    """In a process forked from one that has torch already: a server starts in a moment."""
-    from datagen.embedded.server import serve
-
-    os.environ[VARIABLE] = fault
-    serve(
-        target=target, port=port, threads=1, spool_dir=spool, boundaries=BOUNDARIES, dtype="float32"
-    )
-
-
-@contextmanager
-def faulty(checkpoint: Path, folder: Path, fault: str) -> Iterator[str]:
-    """The URL of a server that is wrong in one way."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["datagen.embedded.server"])
-    port = free_port()
-    process = context.Process(
-        target=_serve, args=(str(checkpoint), port, folder / "spool", fault), daemon=True
-    )
-    process.start()
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1).close()
-                break
-            except OSError:
-                assert process.is_alive(), "the server ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        yield url
-    finally:
-        process.terminate()
-        process.join(30)
 
 
 def profile_of(checkpoint: Path, folder: Path, url: str, **changes: Any) -> Path:
@@ -240,9 +199,10 @@ def test_rendering_that_differs_from_the_servers_is_red(checkpoint: Path, tmp_pa
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "chat_template": TEMPLATE.replace("tojson", "string")}))
     with faulty(checkpoint, tmp_path, "") as url:
-        found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours))
+        found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours), rendering="ours")
     assert of_status(found, "red").keys() == {"rendering", "tokenizer"}
     assert "'tools' differs from token" in found["rendering"]["measured"]
+    assert "--rendering server" in found["rendering"]["fix"]
 
 
 def test_mistakes_in_a_profile_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:

@@ -21,40 +21,15 @@ from numpy.typing import NDArray
 from datagen.capture.spool import discard
 from datagen.errors import CaptureUnproven
 from datagen.target.capture import rows_of, take_capture
+from datagen.target.checks.renderings import QUESTION, Rendered, render_all
 from datagen.target.checks.subject import Subject, chunk_of
 from datagen.target.client import Capture
 from datagen.target.failures import RequestFailure
 from datagen.target.states import capture_rows
-from datagen.target.tokens import Conversation, Message
 from datagen.target.weights import Float, as_float32
 
 FILE_PATIENCE_S = 10.0
 TOP = 5
-QUESTION = "Write three sentences about the sea, then count to ten."
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "tide",
-            "description": "Height of the tide",
-            "parameters": {
-                "type": "object",
-                "properties": {"harbour": {"type": "string", "description": "Its name"}},
-                "required": ["harbour"],
-            },
-        },
-    }
-]
-TALK: list[Message] = [
-    {"role": "user", "content": QUESTION},
-    {"role": "assistant", "content": "The sea is wide. It is deep. It is salt. One, two, three."},
-    {"role": "user", "content": "Go on, to ten."},
-]
-RENDERED: dict[str, Conversation] = {
-    "one turn": ([{"role": "user", "content": QUESTION}], None, None),
-    "several turns": ([{"role": "system", "content": "Be brief."}, *TALK], None, None),
-    "tools": ([{"role": "user", "content": "How high is the tide in Brest?"}], TOOLS, None),
-}
 PLACES = ("Brest", "Genoa", "Lagos", "Osaka", "Riga", "Tunis", "Quito", "Perth", "Cork", "Lima")
 GOODS = (
     "copper",
@@ -115,8 +90,8 @@ class Evidence:
     batched: list[Attempt] = field(default_factory=list)
     captured_tokens: int = 0
     capture_s: float = 0.0
-    rendered: dict[str, list[int] | RequestFailure] = field(default_factory=dict)
-    """The server's ids of RENDERED and, with a thinking switch, of `thinking on` and `off`."""
+    rendered: dict[str, Rendered] = field(default_factory=dict)
+    """Of `conversations`: the ids rendered here and by the server."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What one check computed and another needs."""
 
@@ -270,28 +245,4 @@ async def _company(subject: Subject, found: Evidence) -> None:
 
 
 async def _rendered(subject: Subject, found: Evidence) -> None:
-    asked = dict(RENDERED)
-    if subject.profile.thinking_kwarg:
-        messages = RENDERED["one turn"][0]
-        asked |= {"thinking on": (messages, None, True), "thinking off": (messages, None, False)}
-    ids = await asyncio.gather(*(_server_ids(subject, c) for c in asked.values()))
-    found.rendered = dict(zip(asked, ids, strict=True))
-
-
-async def _server_ids(subject: Subject, conversation: Conversation) -> list[int] | RequestFailure:
-    messages, tools, thinking = conversation
-    body: dict[str, Any] = {
-        "model": subject.profile.model, "messages": messages, "max_tokens": 1, "temperature": 0,
-        "return_token_ids": True,
-    }  # fmt: skip
-    if tools:
-        body["tools"] = tools
-    if thinking is not None:
-        body["chat_template_kwargs"] = {str(subject.profile.thinking_kwarg): thinking}
-    try:
-        answer = await subject.client.chat(body)
-        return [int(i) for i in answer["choices"][0]["prompt_token_ids"]]
-    except RequestFailure as e:
-        return e
-    except (KeyError, IndexError, TypeError, ValueError) as e:
-        return RequestFailure("no_prompt_token_ids", f"{type(e).__name__}: {e}")
+    found.rendered = await render_all(subject)

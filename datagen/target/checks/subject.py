@@ -9,7 +9,7 @@ from typing import Any
 from datagen.target.client import SGLangClient
 from datagen.target.profile import Profile
 from datagen.target.states import Mode
-from datagen.target.tokens import Renderer
+from datagen.target.tokens import Renderer, Rendering
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,13 @@ class Subject:
     profile: Profile
     renderer: Renderer
     mode: Mode = "spool"
+    rendering: Rendering = "auto"
     final: SGLangClient | None = None
     checkpoint: Path | None = None
     captures: bool = True
     """False for a server that only generates."""
+    generates: bool = True
+    """False for a server that only captures: it renders nothing for the run."""
     spool_bytes: int = 1 << 30
     """Most bytes of states that a run asks for and has not stored yet."""
     effort: Effort = FULL
