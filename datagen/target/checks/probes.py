@@ -1,8 +1,8 @@
 """A few questions to a server, shared by all checks, as many as possible at once.
 
 One prompt is answered and captured alone, with nothing beside it. Then, together: a long prompt, the
-prompt with its answer, the prompt again, and copies of it among others. Then many answers at once, for
-the speed and for the same answer in company; and the conversations that the server renders itself.
+prompt with its answer, the prompt again, and once more among others. Then many answers at once, for the
+speed and for the same answer in company; and the conversations that the server renders itself.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ async def gather_evidence(
     found = Evidence(info, model, plain)
     effort = subject.effort
     found.alone = await _answer(subject, plain, effort.answer_tokens)
-    if isinstance(found.alone, Answer):
-        await _stop(subject, found, found.alone)
+    await _stop(subject, found)
     if subject.captures:
         found.captures["plain"] = first = await _capture(subject, plain)
         if first.bits is not None:
@@ -140,13 +139,14 @@ async def gather_evidence(
 async def _captures(subject: Subject, found: Evidence) -> None:
     effort, plain = subject.effort, found.plain_ids
     context = int(found.info.get("context_length") or subject.profile.context_length)
-    size = min(effort.filler_tokens, context - 2)
-    others = [
-        passage(subject, 100 + i, size) for i in range(-(-effort.batch_tokens // max(size, 1)))
-    ]
-    middle = len(others) // 2
-    batch = [*others[:middle], plain, *others[middle:], plain]
-    asked = {"long": passage(subject, 1, long_tokens(subject, found.info)), "repeated": plain}
+    size = max(min(effort.filler_tokens, context - 2), 1)
+    long = passage(subject, 1, long_tokens(subject, found.info))
+    # a prompt that is not cut shares its pass with the others; one that is fills passes by itself
+    beside = effort.batch_tokens - (0 if chunk_of(found.info) else len(long))
+    others = [passage(subject, 100 + i, size) for i in range(max(-(-beside // size), 1))]
+    middle = -(-len(others) // 2)
+    batch = [*others[:middle], plain, *others[middle:]]
+    asked = {"long": long, "repeated": plain}
     if isinstance(found.alone, Answer):
         asked["answered"] = [*plain, *found.alone.output_ids]
     began = time.monotonic()
@@ -156,6 +156,8 @@ async def _captures(subject: Subject, found: Evidence) -> None:
     found.captured_tokens = tokens
     found.batched = list(done[: len(batch)])
     found.captures |= dict(zip(asked, done[len(batch) :], strict=True))
+    if not chunk_of(found.info):
+        found.batched.append(found.captures["long"])
 
 
 async def _capture(subject: Subject, ids: Sequence[int]) -> Attempt:
@@ -218,9 +220,11 @@ async def _answer(
     return Answer([int(i) for i in said["output_ids"]], meta.get("finish_reason") or {}, top)
 
 
-async def _stop(subject: Subject, found: Evidence, alone: Answer) -> None:
+async def _stop(subject: Subject, found: Evidence) -> None:
     """Ask again with a stop token that the answer is known to hold."""
-    said, ends = alone.output_ids, set(subject.profile.stop_token_ids)
+    if not isinstance(found.alone, Answer):
+        return
+    said, ends = found.alone.output_ids, set(subject.profile.stop_token_ids)
     natural = [i for i, token in enumerate(said) if token in ends]
     fresh = [i for i, token in enumerate(said) if i and token not in said[:i]]
     if not said:

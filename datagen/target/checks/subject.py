@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,14 @@ class Subject:
 def usual_effort(info: dict[str, Any]) -> Effort:
     """How much is asked at the start of a run, of a server that says `info` of itself."""
     return QUICK if info.get("engine") == EMBEDDED else FULL
+
+
+def fitted(effort: Effort, info: dict[str, Any]) -> Effort:
+    """`effort`, as far as a server that says `info` of itself needs it."""
+    if info.get("engine") != EMBEDDED:
+        return effort
+    # on a CPU 16 tokens tell the speed as well as 32
+    return replace(effort, speed_tokens=min(effort.speed_tokens, 16))
 
 
 def chunk_of(info: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datagen.errors import EndpointDown
 from datagen.target.checks import answers, captured, rendering, served, states
 from datagen.target.checks.probes import Evidence, gather_evidence
-from datagen.target.checks.subject import Effort, Subject, usual_effort
+from datagen.target.checks.subject import Effort, Subject, fitted, usual_effort
 from datagen.target.checks.verdict import Finding, Result, ServerChecks, Skipped
 
 Check = Callable[[Subject, Evidence], Finding]
@@ -54,7 +54,7 @@ async def check_server(subject: Subject, effort: Effort | None = None) -> Server
         down = Result(REACHABLE, "red", e.what, "an answer", e.fix)
         rest = [Result(n, "skipped", "the server does not answer", "", None) for n in CHECKS]
         return ServerChecks(subject.client.url, (down, *rest), time.monotonic() - began)
-    subject = replace(subject, effort=effort or usual_effort(info))
+    subject = replace(subject, effort=fitted(effort or usual_effort(info), info))
     found = await gather_evidence(subject, info, model)
     results = [Result(REACHABLE, "ok", subject.client.url, "an answer", None)]
     for name, check in CHECKS.items():
