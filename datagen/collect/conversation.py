@@ -10,61 +10,25 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from datagen.collect.answers import fault
-from datagen.collect.budget import ByteBudget
 from datagen.collect.context import Context
-from datagen.collect.encoding import EncodePool
-from datagen.collect.progress import Progress
-from datagen.config import CollectConfig
+from datagen.collect.workshop import Workshop
 from datagen.errors import StatesFaulty
-from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
-from datagen.fanout.lengths import LengthModel
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import answer_message, context_messages, split_turns
-from datagen.store.group_commit import GroupCommitter
-from datagen.store.guards import Guards, examine
+from datagen.store.guards import examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
-from datagen.target.client import Generation, SGLangClient
+from datagen.target.client import Generation
 from datagen.target.failures import RowFailure
 from datagen.target.states import Captured, capture_rows
-from datagen.target.tokens import Message, Renderer
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """What every conversation of a run shares."""
-
-    config: CollectConfig
-    renderer: Renderer | None
-    """None: the server that answers a turn renders it."""
-    dispatcher: Dispatcher
-    committer: GroupCommitter
-    commits: asyncio.Semaphore
-    encoders: EncodePool
-    budget: ByteBudget
-    progress: Progress
-    guards: Guards
-    context_length: int
-    final: SGLangClient | None = None
-    """A second server, for the final state alone."""
-    lengths: LengthModel = field(default_factory=LengthModel)
-
-    async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
-        """Run `action` on the writer thread; returns once its rows are durable."""
-        async with self.commits:
-            return await asyncio.wrap_future(self.committer.submit(store, action))
+from datagen.target.tokens import Message
 
 
 def row_seed(run_seed: int, prompt_id: str, turn: int, refused: int = 0) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
-from datagen.collect.conversation import Workshop, collect_prompt
+from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
 from datagen.collect.endings import first_cause
@@ -30,6 +30,7 @@ from datagen.collect.opening import (
 from datagen.collect.progress import Progress, ProgressSnapshot
 from datagen.collect.proof import proof_record, prove_host, prove_servers, rendering_of
 from datagen.collect.servers import server_specs
+from datagen.collect.workshop import Workshop
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
