@@ -39,12 +39,14 @@ def answer_message(
 ) -> Message:
     """An answer of the target as the next turn's context holds it: what a client would send back.
 
-    As SGLang's reasoning parsers split it: what stands before `reasoning_end` is reasoning, which the
-    template keeps or drops; without that mark a thinking answer was cut while it reasoned.
+    As SGLang's reasoning parsers split it: what stands before `reasoning_end` (`</think>`; models that
+    write `<think>` themselves lose it) is reasoning, which the template keeps or drops; without that mark
+    a thinking answer was cut while it reasoned.
     """
     if reasoning_end is None or thinking is False:
         return {"role": "assistant", "content": text}
-    reasoning, _, said = text.partition(reasoning_end)
+    start = reasoning_end.replace("/", "", 1)
+    reasoning, _, said = text.removeprefix(start).partition(reasoning_end)
     return {"role": "assistant", "content": said, "reasoning_content": reasoning}
 
 

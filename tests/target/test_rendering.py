@@ -278,6 +278,7 @@ def test_reasoning_does_not_stand_in_a_later_turns_context_as_the_answer() -> No
     assert split("I think.</think>Four.", True) == {
         "role": "assistant", "content": "Four.", "reasoning_content": "I think.",
     }  # fmt: skip
+    assert split("<think>I think.</think>Four.", True) == split("I think.</think>Four.", True)
     assert split("cut while", None)["content"] == ""
     assert split("Four.", False) == {"role": "assistant", "content": "Four."}
     assert answer_message("a</think>b") == {"role": "assistant", "content": "a</think>b"}
