@@ -129,10 +129,11 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest("tools must hold functions with a name.")
     known = {k: function.get(k) for k in ("description", "name", "parameters")}
-    ours = {k: function[k] for k in function if k in known or k == "strict"}
+    sent = {k: v for k, v in function.items() if k in known or (k == "strict" and v is not None)}
     return {
         "type": "function",
-        "function": {**ours, **{k: v for k, v in known.items() if k not in ours}},
+        "function": sent | {k: v for k, v in known.items() if k not in sent},
+        "defer_loading": tool.get("defer_loading"),
     }
 
 

@@ -80,5 +80,5 @@ def test_both_render_alike_and_preflight_has_the_server_render(
         print(f"{r.name:14} {r.status:8} {r.measured}")
     assert found["rendering"].status == "ok"
     assert place.rendering == "server"
-    assert "'tool results' differs from token" in found["rendering"].measured
+    assert "'tools' differs from token" in found["rendering"].measured
     assert found["thinking"].status == "ok"

@@ -133,9 +133,12 @@ def test_a_server_that_renders_alike_leaves_rendering_to_us(
     write_kimi_checkpoint(plain)
     path = plain / "tokenizer_config.json"
     given = json.loads(path.read_text())
-    given["chat_template"] = given["chat_template"].replace(
-        "given if given is string", "'{}' if given"
-    )
+    for shown, constant in (
+        ("given if given is string", "'{}' if given"),
+        ("tools | tojson", "'x'"),
+    ):
+        assert shown in given["chat_template"]
+        given["chat_template"] = given["chat_template"].replace(shown, constant)
     path.write_text(json.dumps(given))
     with faulty(plain, tmp_path, "") as url:
         place = checked(settings(plain, tmp_path, url))
@@ -162,14 +165,18 @@ def test_a_server_that_renders_tools_in_its_own_code_renders_the_run(
     assert "--rendering server" in fix
 
 
-def test_arguments_of_tool_calls_alone_make_the_server_render(
+def test_what_sglang_does_before_its_template_makes_the_server_render(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """SGLang parses them before the template does: `{"a":1}` becomes `{"a": 1}`."""
+    """It adds a key to every tool, and parses the arguments of calls: `{"a":1}` becomes `{"a": 1}`."""
     with faulty(checkpoint, tmp_path, "") as url:
         place = checked(settings(checkpoint, tmp_path, url))
+        body = {"messages": TIDES, "tools": TOOLS}
+        text = _text(checkpoint, asked(url, "/v1/tokenize", body)["tokens"])
     assert place.rendering == "server"
-    assert "'tool results' differs from token" in result(place, "rendering")[1]
+    assert "'tools' differs from token" in result(place, "rendering")[1]
+    assert '"defer_loading": null' in text
+    assert '{"harbour": "Brest"}' in text
 
 
 def test_a_run_rendered_by_the_server_holds_the_chat_endpoints_ids(
@@ -221,7 +228,10 @@ def test_a_run_rendered_by_the_server_holds_the_chat_endpoints_ids(
             thought.add(prompt.thinking)
     assert seen == len(responses) == manifest.samples.collected
     assert thought == {True, False}
-    assert any("namespace functions" in _text(checkpoint, r) for r in responses.values())
+    assert any(
+        "namespace functions" in _text(checkpoint, r.context_ids.tolist())
+        for r in responses.values()
+    )
 
 
 def test_who_renders_is_part_of_what_a_run_is(
@@ -294,8 +304,8 @@ def _segments(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return segments
 
 
-def _text(checkpoint: Path, response: Response) -> str:
+def _text(checkpoint: Path, ids: list[int]) -> str:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    return str(tokenizer.decode(response.context_ids.tolist()))
+    return str(tokenizer.decode(ids))

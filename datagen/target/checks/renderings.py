@@ -1,7 +1,8 @@
 """Conversations that are rendered here and by the server, to be compared id by id.
 
 What SGLang changes before its template runs differs between versions: arguments of tool calls become
-objects, 0.5.17 reorders a tool's keys and adds `strict`; Kimi-K2.5 declares tools in code of its own.
+objects, a tool gets `defer_loading: null`, in 0.5.17 also `strict` and another order of its keys; Kimi-K2.5
+declares tools in code of its own.
 """
 
 from __future__ import annotations
