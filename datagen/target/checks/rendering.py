@@ -84,7 +84,7 @@ def check_thinking(subject: Subject, found: Evidence) -> Finding:
         raise Skipped("the profile has no thinking switch")
     on, off = (found.rendered[f"one turn, thinking {mode}"] for mode in ("on", "off"))
     expected = f"{kwarg}: true and {kwarg}: false give different prompts, here and on the server"
-    if on.ours == off.ours and chosen(subject, found) == "ours":
+    if on.ours == off.ours and (chosen(subject, found) == "ours" or on.told == off.told):
         return red(
             f"the template renders the same with {kwarg} true and false",
             expected,
