@@ -42,7 +42,7 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup up down shards finetune evaluate pipeline report status verify ui test test-slow test-sglang lint clean
+.PHONY: help setup up down shards finetune evaluate pipeline report status verify ui test test-slow test-sglang test-sglang-gpu lint clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -118,8 +118,8 @@ verify: $(STAMP) ## Re-read everything RUN stored, and prove it
 ui: up ## Start the services and open the Prefect UI
 	@$(BIN)/python -m webbrowser -t "http://127.0.0.1:$(PREFECT_PORT)" >/dev/null || true
 
-test: $(STAMP) ## Run the tests (about 15 minutes on 2 cores)
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## Run the tests (about 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the long chaos and soak tests
 	@$(BIN)/python -m pytest -m slow
@@ -127,6 +127,9 @@ test-slow: $(STAMP) ## Run the long chaos and soak tests
 test-sglang: $(STAMP) ## Test against a real SGLang on this CPU (builds 2.7 GB once, in the cache)
 	@$(BIN)/python -m tests.sglang.environment
 	@DATAGEN_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang
+
+test-sglang-gpu: $(STAMP) ## Test against a real SGLang on a GPU here (DATAGEN_SGLANG_PYTHON names its interpreter)
+	@$(BIN)/python -m tests.sglang.gpu
 
 lint: $(STAMP) ## Check style, formatting and types
 	@$(BIN)/ruff check .

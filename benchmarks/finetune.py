@@ -1,9 +1,11 @@
 """The trainer: does it learn, how fast is it, and against what.
 
-python benchmarks/finetune.py learn RUN/manifest.json        # CPU: minutes. States of the embedded target
-python benchmarks/finetune.py speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
-python benchmarks/finetune.py kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
-python benchmarks/finetune.py speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
+python -m benchmarks.finetune learn RUN/manifest.json        # CPU: minutes. States of the embedded target
+python -m benchmarks.finetune speed RUN/manifest.json        # CPU or CUDA: real states, wait share, tokens/s
+python -m benchmarks.finetune kimi                           # CUDA: Kimi-K2.5's dimensions, synthetic states
+python -m benchmarks.finetune speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
+python -m benchmarks.finetune ranks                          # two GPUs: accelerate launch, synthetic states
+python -m benchmarks.finetune trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
 
 learn        held-out predicted_accept_len of a fresh drafter, before and after fine-tuning, beside 1.0
              (no drafter): it must rise over both
@@ -12,6 +14,10 @@ kimi         7168 hidden, 21504 wide, 32,000 draft tokens of 163,840, 5 depths: 
              MFU = arithmetic of the model / time / --peak-tflops (989: an H200's dense bf16)
 speculators  one forward and backward of its Eagle3DraftModel and of ours, same samples, same depths,
              alternating: supervised tokens/s of both and the median of the ratios
+ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`, on a made-up run of Kimi's
+             dimensions: tokens/s of both, at least 0.9 x --ranks
+trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
+             replay no shorter than its best (AdamW, and its default, Muon)
 
 Results go to benchmarks/results/finetune-<date>.json, one object per part.
 """
@@ -31,6 +37,7 @@ from typing import Any
 import torch
 
 from datagen.drafter.config import DrafterConfig
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
 from datagen.drafter.model import Drafter
@@ -38,7 +45,6 @@ from datagen.drafter.packing import filled, usable
 from datagen.drafter.rope import Rope
 from datagen.drafter.rows import Batch, Sample, pack
 from datagen.drafter.settings import TrainConfig
-from datagen.drafter.state import read_metrics
 from datagen.drafter.step import StepLoss, depth_weights
 from datagen.drafter.target import LogitRule, Target
 from datagen.drafter.vocab import DraftVocab, by_frequency
@@ -64,10 +70,20 @@ def main() -> int:
     parser.add_argument(
         "--hidden", type=int, default=7168, help="kimi: a smaller one, to try it out"
     )
+    parser.add_argument("--repeats", type=int, default=20, help="trainers: of every sample")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="trainers: of both")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
+    # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
+    parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
+    parser.add_argument("--settings", default="{}", help="trainers: more of ours, as JSON")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks")
+    parser.add_argument("--samples", type=int, default=32, help="ranks: of 1,024 tokens")
+    parser.add_argument("--threads", type=int, default=6, help="ranks: that decode")
+    parser.add_argument("--folder", type=Path, help="ranks: where the made-up run is kept")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
-    if given.part != "kimi" and given.manifest is None:
+    if given.part not in ("kimi", "ranks") and given.manifest is None:
         parser.error(f"{given.part} needs a manifest")
     result = PARTS[given.part](given)
     result |= {"device": _device_name(given.device), "torch": torch.__version__}
@@ -300,11 +316,29 @@ def speculators(given: argparse.Namespace) -> Result:
     }
 
 
+def trainers(given: argparse.Namespace) -> Result:
+    """Both trainers whole, in a folder that is removed."""
+    from benchmarks.finetune_trainers import trainers as both
+
+    with tempfile.TemporaryDirectory() as folder:
+        return both(given, Path(folder))
+
+
+def ranks(given: argparse.Namespace) -> Result:
+    """Two GPUs against one, in --folder, or one that is removed."""
+    from benchmarks.finetune_ranks import ranks as compared
+
+    with tempfile.TemporaryDirectory() as folder:
+        return compared(given, given.folder or Path(folder))
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "learn": learn,
     "speed": speed,
     "kimi": kimi,
     "speculators": speculators,
+    "trainers": trainers,
+    "ranks": ranks,
 }
 
 if __name__ == "__main__":

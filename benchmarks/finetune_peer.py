@@ -1,10 +1,17 @@
-"""speculators 0.9's Eagle3DraftModel as a step to be timed, with our weights and the same samples."""
+"""speculators 0.9: its Eagle3DraftModel as a step to be timed, and its trainer with stamped steps.
+
+python -m benchmarks.finetune_peer STAMPS.json EVERY [flags of `speculators train`]
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -72,3 +79,47 @@ def peer_stepper(
         return float(loss.detach())
 
     return one
+
+
+def train(stamps: Path, every: int, flags: list[str]) -> None:
+    """Its own `train` command; writes [step, seconds] of every `every`th step, the GPU waited for.
+
+    Its trainer moves the model to an accelerator without asking whether there is one: on a CPU three
+    of its lookups are answered for it.
+    """
+    from speculators.train import cli, trainer
+    from speculators.train.config import TrainConfig
+
+    marks: list[tuple[int, float]] = []
+    own: Any = trainer.Trainer.train_epoch
+    steps = 0
+
+    def train_epoch(self: Any, epoch: int, **options: Any) -> None:
+        nonlocal steps
+
+        def stepped() -> None:
+            if self.global_step % every == 0:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                marks.append((self.global_step, time.perf_counter()))
+
+        own(self, epoch, step_callback=stepped, **options)
+        steps = self.global_step
+
+    trainer.Trainer.train_epoch = train_epoch
+    if not torch.cuda.is_available():
+        trainer.get_local_rank = lambda: "cpu"
+        torch.accelerator.synchronize = lambda *_: None
+        setup = trainer.Trainer.setup_trainer
+
+        def setup_trainer(self: Any) -> None:
+            self.device_type = "cpu"
+            setup(self)
+
+        trainer.Trainer.setup_trainer = setup_trainer
+    cli.main(TrainConfig.resolve(flags))
+    stamps.write_text(json.dumps({"steps": steps, "marks": marks}))
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

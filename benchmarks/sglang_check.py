@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.sglang_capture import Server  # noqa: E402
+from benchmarks.sglang_server import Server  # noqa: E402
 from datagen.capture.spool import discard, read_spool  # noqa: E402
 
 CAPTURES, ALONE, GAP, LEAST = 200, 16, 0.125, 0.999

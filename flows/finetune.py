@@ -54,7 +54,7 @@ async def finetune(
     attention: str = "auto",
     compile: bool = True,  # noqa: A002
     recompute: bool = False,
-    threads: PositiveInt = 2,
+    threads: PositiveInt = 4,
     checkpoint_every: PositiveInt = 200,
     evaluate_every: PositiveInt = 200,
     log_every: PositiveInt = 10,

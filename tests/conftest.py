@@ -6,10 +6,12 @@ import os
 import tempfile
 from pathlib import Path
 
-pytest_plugins = ["tests.skips"]
+pytest_plugins = ["tests.skips", "tests.scopes"]
 
 # Before anything imports prefect, which reads its settings once.
-os.environ["PREFECT_HOME"] = str(Path(tempfile.gettempdir()) / f"datagen-tests-{os.getuid()}")
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+home = Path(tempfile.gettempdir()) / f"datagen-tests-{os.getuid()}{worker}"
+os.environ["PREFECT_HOME"] = str(home)
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")

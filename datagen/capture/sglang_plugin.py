@@ -256,8 +256,8 @@ def _on_prefill(
             raise SpoolError("a capture needs return_hidden_states: true, not 'last'")
         if req.sampling_params.max_new_tokens != 1:
             raise SpoolError("a capture needs max_new_tokens: 1")
-        rows = logits_output.hidden_states[hidden_state_offset:end]
-        note = _taken(_live, _live.assembler, req, rows, store)
+        rows = slice(hidden_state_offset, end)
+        note = _taken(_live, _live.assembler, req, logits_output, rows, store)
     except (SpoolError, OSError) as e:  # of this request alone; the client sees why
         note = {"error": f"{type(e).__name__}: {e}"}
     if note is not None:
@@ -266,27 +266,38 @@ def _on_prefill(
 
 
 def _taken(
-    live: _Live, assembler: Assembler, req: Any, rows: torch.Tensor, store: bool
+    live: _Live, assembler: Assembler, req: Any, output: Any, rows: slice, store: bool
 ) -> dict[str, Any] | None:
     """Hand one chunk's rows on; the answer when they were the last. Raises SpoolError, OSError."""
     unfinished = req.inflight_middle_chunks > 0
     if req.finished() or req.is_retracted or not (store or unfinished):
         assembler.drop(req.rid)
         return None
-    wanted = live.row_format
-    if rows.shape[1] != wanted.width or DTYPES.get(rows.dtype) != wanted.dtype:
+    wanted, states_TW = live.row_format, output.hidden_states
+    if states_TW.shape[1] != wanted.width or DTYPES.get(states_TW.dtype) != wanted.dtype:
         assembler.drop(req.rid)
         raise SpoolError(
-            f"rows of {rows.shape[1]} {rows.dtype}, not {wanted.width} {wanted.dtype}: "
+            f"rows of {states_TW.shape[1]} {states_TW.dtype}, not {wanted.width} {wanted.dtype}: "
             "another plugin, or a model that hands over its states before the final norm"
         )
-    on_host = rows.contiguous().cpu()  # where SGLang's overlap scheduling put it already: no copy
-    piece = on_host.view(torch.uint8).numpy().data.cast("B")
+    row_bytes = wanted.row_bytes
     note = assembler.add(
         req.rid,
-        piece,
+        _bytes_of(output)[rows.start * row_bytes : rows.stop * row_bytes],
         generation=int(getattr(req, "retraction_count", 0)),
         ended=not unfinished,
         input_ids=req.origin_input_ids,
     )
     return None if note is None else {**note, "self_test": live.proof.verdict}
+
+
+def _bytes_of(output: Any) -> memoryview:
+    """The rows of a whole batch, on the host; made once, kept with the output of all its requests."""
+    states_TW = output.hidden_states
+    known = getattr(output, "datagen_rows", None)
+    if known is None or known[0] is not states_TW:
+        on_host = states_TW.contiguous().cpu()  # overlap scheduling has put it there: no copy
+        known = (states_TW, on_host.view(torch.uint8).numpy().data.cast("B"))
+        output.datagen_rows = known
+    found: memoryview = known[1]
+    return found

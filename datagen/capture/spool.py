@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -20,14 +21,16 @@ import stat
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 PROTOCOL = 1  # of request, answer and file together; an engine's answer names the one it speaks
 SUFFIX = ".safetensors"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 MAX_HEADER_BYTES = 1 << 20
+MAX_PARTS = 512  # of one writev; the system's own limit is 1024
 STALE_S, HALF_WRITTEN_S = 900.0, 60.0  # untouched for that long, nobody will come for a file
 NAME = re.compile(r"[0-9a-f]{32}\.safetensors(\.tmp|\.err)?")
 
@@ -59,13 +62,18 @@ def default_spool(port: int) -> Path:
     return root / f"datagen-spool-{os.getuid()}-{port}"
 
 
+def spool_name(rid: str) -> str:
+    """The name of the file of request `rid`; it cannot leave its directory."""
+    return hashlib.sha256(rid.encode()).hexdigest()[:32] + SUFFIX
+
+
 def spool_path(directory: str | Path, rid: str) -> Path:
-    """Where the capture of request `rid` appears; the name cannot leave `directory`."""
-    return Path(directory) / (hashlib.sha256(rid.encode()).hexdigest()[:32] + SUFFIX)
+    """Where the capture of request `rid` appears."""
+    return Path(directory) / spool_name(rid)
 
 
 def write_spool(
-    path: Path,
+    path: str | Path,
     *,
     rows: Sequence[bytes | memoryview],
     n_tokens: int,
@@ -78,6 +86,8 @@ def write_spool(
 
     `rows`: consecutive row-major pieces; `input_ids`: little-endian int32. Raises ValueError when
     the pieces do not add up, OSError when the write fails (nothing is left behind).
+
+    Runs beside an engine's scheduler, in the same interpreter: few calls, the long ones outside its lock.
     """
     pieces = [memoryview(p).cast("B") for p in rows]
     end = sum(p.nbytes for p in pieces)
@@ -89,41 +99,43 @@ def write_spool(
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
-    header = json.dumps(
-        {
-            "__metadata__": dict(metadata),
-            "rows": {"dtype": dtype, "shape": [n_tokens, width], "data_offsets": [0, end]},
-            "input_ids": {
-                "dtype": "I32",
-                "shape": [n_tokens],
-                "data_offsets": [end, end + ids.nbytes],
-            },
-            "crc32": {
-                "dtype": "U32",
-                "shape": [1],
-                "data_offsets": [end + ids.nbytes, end + ids.nbytes + 4],
-            },
-        }
+    tail = end + ids.nbytes
+    header = (
+        f'{{"__metadata__":{json.dumps(dict(metadata))},'
+        f'"rows":{{"dtype":"{dtype}","shape":[{n_tokens},{width}],"data_offsets":[0,{end}]}},'
+        f'"input_ids":{{"dtype":"I32","shape":[{n_tokens}],"data_offsets":[{end},{tail}]}},'
+        f'"crc32":{{"dtype":"U32","shape":[1],"data_offsets":[{tail},{tail + 4}]}}}}'
     ).encode()
     header += b" " * (-len(header) % 8)
-    parts: Iterable[bytes | memoryview] = (
-        struct.pack("<Q", len(header)),
-        header,
+    parts: list[bytes | memoryview] = [
+        struct.pack("<Q", len(header)) + header,
         *pieces,
         ids,
         struct.pack("<I", crc),
-    )
-    temporary = path.with_name(path.name + ".tmp")
+    ]
+    temporary = f"{path}.tmp"
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
-            for part in parts:
-                f.write(part)
-            size = f.tell()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            write_all(fd, parts)
+        finally:
+            os.close(fd)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
-    return size
+    return 8 + len(header) + tail + 4
+
+
+def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError."""
+    left = [memoryview(p) for p in parts if len(p)]
+    while left:
+        written = os.writev(fd, left[:MAX_PARTS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def read_spool(path: Path) -> SpoolFile:
@@ -200,6 +212,16 @@ def sweep(directory: Path, *, older_than_s: float, now: float) -> Swept:
             continue
         n_files, n_bytes = n_files + 1, n_bytes + found.st_size
     return Swept(n_files, n_bytes)
+
+
+def leave_note(path: str, text: str) -> None:
+    """Leave `<path>.err` in place of a capture that failed."""
+    note = f"{path}.err"
+    try:
+        with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            f.write(text)
+    except OSError as e:  # the client times out on the file instead
+        log.error("cannot leave the note %s: %s", note, e)
 
 
 def discard(path: Path) -> None:

@@ -6,35 +6,38 @@ from the moment its first rows are held in memory until its file is published or
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datagen.capture.carrier import Carrier, Job, write_job
 from datagen.capture.spool import (
     ITEM_BYTES,
     PROTOCOL,
     STALE_S,
     SpoolError,
-    spool_path,
+    spool_name,
     sweep,
-    write_spool,
 )
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
+CARRIED_BYTES = 4 * MIB  # above, files are few enough for threads, and a pipe would be too slow
+ROOM_KNOWN_S = 0.05  # how long what a file system said of its room is believed
 
 
 class SpoolBusy(SpoolError):
     """Too many bytes wait for the spool, or its file system has no room: ask again later."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowFormat:
     """What every row of a server holds. `dtype`: its name in safetensors."""
 
@@ -44,12 +47,12 @@ class RowFormat:
     dtype: str
     server: str
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Values per row: the boundaries in order, then the final state."""
         return (len(self.boundaries) + 1) * self.hidden
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes per row."""
         return self.width * ITEM_BYTES[self.dtype]
@@ -74,17 +77,8 @@ class Limits:
     threads: int = 8  # one writes and sums 1.2 GB/s to memory; an engine makes 5 at Kimi's width
     wait_s: float = 30.0
     stale_s: float = STALE_S
-
-
-@dataclass(slots=True)
-class _Job:
-    path: Path
-    rid: str
-    pieces: list[memoryview]
-    n_tokens: int
-    input_ids: bytes
-    format: RowFormat
-    n_bytes: int = field(default=0)
+    carried_bytes: int = 0
+    """Captures of up to so many bytes are written by processes of their own (see carrier.py)."""
 
 
 def private_directory(directory: Path) -> Path:
@@ -103,7 +97,9 @@ class SpoolWriter:
         """Sweeps what earlier servers left. Raises SpoolError for a directory open to others."""
         self.directory, self.limits = private_directory(directory), limits
         self._pending, self._changed = 0, threading.Condition()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._room, self._room_known_until = 0, 0.0
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._carrier = Carrier(self.release) if limits.carried_bytes else None
         self._closing = threading.Event()
         self._sweep()
         self._threads = [
@@ -159,15 +155,18 @@ class SpoolWriter:
         still held) when the file system has no room.
         """
         n_bytes = n_tokens * row_format.row_bytes
-        room = os.statvfs(self.directory)
-        free = room.f_bavail * room.f_frsize
-        waiting = self.pending_bytes  # with this one
-        if free < waiting + self.limits.min_free_bytes:
-            raise SpoolBusy(f"{free} bytes free in the spool {self.directory}, {waiting} to write")
-        path = spool_path(self.directory, rid)
-        self._jobs.put(_Job(path, rid, list(pieces), n_tokens, input_ids, row_format, n_bytes))
+        self._require_room(n_bytes)
+        path = f"{self.directory}/{spool_name(rid)}"
+        job = Job(
+            path, list(pieces), n_tokens, row_format.width, row_format.dtype, input_ids,
+            row_format.metadata(rid), n_bytes,
+        )  # fmt: skip
+        if self._carrier is not None and n_bytes <= self.limits.carried_bytes:
+            self._carrier.put(job)
+        else:
+            self._jobs.put(job)
         return {
-            "path": str(path),
+            "path": path,
             "bytes": n_bytes + 4 * n_tokens + 4,
             "rows": n_tokens,
             "width": row_format.width,
@@ -179,6 +178,21 @@ class SpoolWriter:
             "protocol": PROTOCOL,
         }
 
+    def _require_room(self, n_bytes: int) -> None:
+        """Raise SpoolBusy unless what is pending fits. Asks the file system now and then only."""
+        now = time.monotonic()
+        if now >= self._room_known_until or self._room < n_bytes:
+            found = os.statvfs(self.directory)
+            free, waiting = found.f_bavail * found.f_frsize, self.pending_bytes  # with this one
+            self._room = free - waiting - self.limits.min_free_bytes
+            self._room_known_until = now + ROOM_KNOWN_S
+            if self._room < 0:
+                raise SpoolBusy(
+                    f"{free} bytes free in the spool {self.directory}, {waiting} to write"
+                )
+        else:
+            self._room -= n_bytes
+
     def close(self) -> None:
         """Finish what is queued, then end the threads."""
         self._closing.set()
@@ -186,28 +200,15 @@ class SpoolWriter:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        if self._carrier is not None:
+            self._carrier.close()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._write(job)
+            write_job(job)
             n_bytes = job.n_bytes
             del job  # its pieces keep a whole batch of the engine in memory
             self.release(n_bytes)
-
-    def _write(self, job: _Job) -> None:
-        try:
-            write_spool(
-                job.path,
-                rows=job.pieces,
-                n_tokens=job.n_tokens,
-                width=job.format.width,
-                dtype=job.format.dtype,
-                input_ids=job.input_ids,
-                metadata=job.format.metadata(job.rid),
-            )
-        except (OSError, ValueError) as e:
-            log.error("cannot write capture %s: %s", job.path, e)
-            _leave_note(job.path, repr(e))
 
     def _sweep(self) -> None:
         swept = sweep(self.directory, older_than_s=self.limits.stale_s, now=time.time())
@@ -223,15 +224,6 @@ class SpoolWriter:
                 self._sweep()
             except OSError as e:  # the next round may succeed; captures report their own failures
                 log.error("cannot sweep the spool: %s", e)
-
-
-def _leave_note(path: Path, text: str) -> None:
-    note = path.with_name(path.name + ".err")
-    try:
-        with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-            f.write(text)
-    except OSError as e:  # the client times out on the file instead
-        log.error("nor its error note %s: %s", note, e)
 
 
 def limits_from_environment(environment: Mapping[str, str]) -> Limits:
@@ -254,4 +246,5 @@ def limits_from_environment(environment: Mapping[str, str]) -> Limits:
         threads=int(number("WRITERS", base.threads)),
         wait_s=number("WAIT_S", base.wait_s),
         stale_s=number("TTL_S", base.stale_s),
+        carried_bytes=CARRIED_BYTES,
     )

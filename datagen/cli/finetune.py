@@ -93,7 +93,7 @@ def finetune(
     attention: Annotated[str, typer.Option(help="auto, eager, flex.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="On CUDA.")] = True,
     recompute: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
-    threads: Annotated[int, typer.Option(help="That decode shards.")] = 2,
+    threads: Annotated[int, typer.Option(help="That decode shards.")] = 4,
     checkpoint_every: Annotated[int, typer.Option(help="Steps.")] = 200,
     evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 200,
     log_every: Annotated[int, typer.Option(help="Steps.")] = 10,

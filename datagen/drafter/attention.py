@@ -15,7 +15,9 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from datagen.drafter.rows import Batch
 from datagen.errors import ConfigError
@@ -23,6 +25,7 @@ from datagen.errors import ConfigError
 Attention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q_AQD, k_MJD, v_MJD) -> attended [A, Q, D] and log-sum-exp float32 [A, Q]."""
 FLEX_MULTIPLE = 2048  # rows are padded to it: few shapes, few compilations
+BLOCK = 128  # rows of a block of flex attention's mask
 
 
 def attention_for(batch: Batch, kind: str, device: torch.device) -> Attention:
@@ -40,14 +43,31 @@ def merged(
     q_AQD: Tensor, past_AQD: Tensor, lse_AQ: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Attention over the past and a row's `own` keys and values [A, J, D] of deeper steps."""
-    groups = q_AQD.shape[1] // own[0][0].shape[1]
-    q = q_AQD.float() / math.sqrt(q_AQD.shape[-1])
-    scores = [(q * k.repeat_interleave(groups, 1).float()).sum(-1) for k, _ in own]
-    total_AQ = torch.logsumexp(torch.stack([lse_AQ, *scores], dim=-1), dim=-1)
-    out = past_AQD.float() * (lse_AQ - total_AQ).exp()[..., None]
+    rows, _, size = q_AQD.shape
+    heads = own[0][0].shape[1]
+    q_AJGD = (q_AQD.float() / math.sqrt(size)).reshape(rows, heads, -1, size)
+    lse_AJG = lse_AQ.reshape(rows, heads, -1)
+    scores = [(q_AJGD * k[:, :, None].float()).sum(-1) for k, _ in own]
+    total_AJG = torch.logsumexp(torch.stack([lse_AJG, *scores], dim=-1), dim=-1)
+    past_AJGD = past_AQD.float().reshape(rows, heads, -1, size)
+    out: Tensor = past_AJGD * (lse_AJG - total_AJG).exp()[..., None]
     for score, (_, v) in zip(scores, own, strict=True):
-        out = out + v.repeat_interleave(groups, 1).float() * (score - total_AQ).exp()[..., None]
-    return out.to(q_AQD.dtype)
+        out = out + v[:, :, None].float() * (score - total_AJG).exp()[..., None]
+    return out.flatten(1, 2).to(q_AQD.dtype)
+
+
+@cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled: a few kernels for its dozens. Rows vary from batch to batch."""
+    torch._dynamo.config.recompile_limit = 64
+    compiled = torch.compile(function)
+
+    def call(*args: Any) -> Any:
+        for tensor in tree_leaves(args):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*args)
+
+    return call
 
 
 def _eager(q_AQD: Tensor, k_MJD: Tensor, v_MJD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -82,37 +102,61 @@ def _compiled(device_type: str) -> Any:
 
 
 def _flex(batch: Batch, device: torch.device) -> Attention:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+    from torch.nn.attention.flex_attention import AuxRequest
 
     n_q, n_k = sum(batch.active), sum(batch.rows)
-    multiple = FLEX_MULTIPLE if device.type == "cuda" else 1
+    multiple = FLEX_MULTIPLE if device.type == "cuda" else BLOCK
     pad_q, pad_k = -n_q % multiple, -n_k % multiple
-
-    def numbered(counts: tuple[int, ...], padding: int, filler: int) -> Tensor:
-        sample = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        return torch.cat([sample, torch.full((padding,), filler)]).to(device)
-
-    sample_q, sample_k = numbered(batch.active, pad_q, -1), numbered(batch.rows, pad_k, -2)
-    row_q = torch.cat([batch.active_A.to(device), torch.zeros(pad_q, dtype=torch.long).to(device)])
-    # A padding query sees key 0 alone: a row without any key would give NaN, and NaN gradients.
-    padding_q = torch.arange(n_q + pad_q, device=device) >= n_q
+    # A query sees the rows first..last of its own sample: an interval. A padding query sees key 0
+    # alone: a row without any key would give NaN, and NaN gradients.
+    first_q, last_q = (F.pad(x, (0, pad_q)) for x in (batch.start_A, batch.active_A))
 
     def allowed(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (sample_q[q] == sample_k[k]) & (k <= row_q[q])
-        return seen | (padding_q[q] & (k == 0))
+        return (first_q[q] <= k) & (k <= last_q[q])
 
-    mask = create_block_mask(allowed, None, None, n_q + pad_q, n_k + pad_k, device=device)
+    mask = _block_mask(first_q, last_q, n_k + pad_k, allowed)
     kernel = _compiled(device.type)
 
-    def attend(q_AQD: Tensor, k_MJD: Tensor, v_MJD: Tensor) -> tuple[Tensor, Tensor]:
-        def heads_first(x: Tensor, padding: int) -> Tensor:
-            return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1)[None]
+    def heads_first(x: Tensor, padding: int) -> Tensor:
+        return (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x).transpose(0, 1)[None]
 
+    # Every depth attends to the same keys and values: they are padded once.
+    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def attend(q_AQD: Tensor, k_MJD: Tensor, v_MJD: Tensor) -> tuple[Tensor, Tensor]:
+        if not kept or kept[0][0] is not k_MJD or kept[0][1] is not v_MJD:
+            padded = heads_first(k_MJD, pad_k), heads_first(v_MJD, pad_k)
+            kept[:] = [(k_MJD, v_MJD, *padded)]
         out, aux = kernel(
-            heads_first(q_AQD, pad_q), heads_first(k_MJD, pad_k), heads_first(v_MJD, pad_k),
-            block_mask=mask, enable_gqa=q_AQD.shape[1] != k_MJD.shape[1],
-            return_aux=AuxRequest(lse=True),
+            heads_first(q_AQD, pad_q), kept[0][2], kept[0][3], block_mask=mask,
+            enable_gqa=q_AQD.shape[1] != k_MJD.shape[1], return_aux=AuxRequest(lse=True),
         )  # fmt: skip
         return out[0].transpose(0, 1)[:n_q], aux.lse[0].transpose(0, 1)[:n_q]
 
     return attend
+
+
+def _block_mask(first_q: Tensor, last_q: Tensor, n_k: int, allowed: Any) -> Any:
+    """Which blocks of keys a block of queries needs, from their intervals.
+
+    `create_block_mask` asks about every pair of query and key: time and memory in the square of the
+    batch's tokens, in dozens of kernels a step.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    low_j = torch.arange(0, n_k, BLOCK, device=first_q.device)
+    high_j = (low_j + BLOCK - 1).clamp(max=n_k - 1)
+    some_qj = (first_q[:, None] <= high_j) & (last_q[:, None] >= low_j)
+    whole_qj = (first_q[:, None] <= low_j) & (last_q[:, None] >= high_j)
+    some_ij = some_qj.view(-1, BLOCK, len(low_j)).any(dim=1)
+    whole_ij = whole_qj.view(-1, BLOCK, len(low_j)).all(dim=1)
+
+    def listed(marked_ij: Tensor) -> tuple[Tensor, Tensor]:
+        counts = marked_ij.sum(dim=-1, dtype=torch.int32)
+        order = marked_ij.int().argsort(dim=-1, descending=True, stable=True).int()
+        return counts[None, None], order[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some_ij & ~whole_ij), *listed(whole_ij), BLOCK_SIZE=BLOCK, mask_mod=allowed,
+        seq_lengths=(len(first_q), n_k),
+    )  # fmt: skip

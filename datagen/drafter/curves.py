@@ -1,7 +1,8 @@
-"""Loss and held-out acceptance of a training run as an SVG, drawn from metrics.jsonl."""
+"""Loss and held-out acceptance of a training run: its metrics.jsonl, read and drawn as an SVG."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 WIDTH, HEIGHT, MARGIN = 360, 220, 40
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 Line = tuple[str, list[tuple[float, float]]]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole record of a metrics.jsonl."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def curves_svg(records: Sequence[dict[str, Any]]) -> str:

@@ -150,7 +150,7 @@ class ManifestSource:
             sample_id=ref.sample_id,
             ids_N=torch.from_numpy(ids[:n_tokens].astype(np.int64)),
             n_context=ref.n_context,
-            features_NW=states_TLH[:, :kept].flatten(1),
+            features_NW=states_TLH.flatten(1)[:, : kept * states_TLH.shape[2]],  # a view
             final_NH=states_TLH[:, kept] if kept < n_layers else None,
         )
 

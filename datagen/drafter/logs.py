@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from datagen.drafter.state import RunDirectory, read_metrics
+from datagen.drafter.curves import read_metrics
+from datagen.drafter.state import RunDirectory
 
 
 class MetricsLog:

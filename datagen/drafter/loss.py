@@ -26,7 +26,15 @@ from datagen.drafter.rows import NO_LABEL, Batch
 from datagen.drafter.settings import LossKind
 from datagen.drafter.target import Target
 
-CHUNK = 2048
+LOGITS_AT_ONCE = 1 << 26
+
+
+def chunk_of(vocab: int) -> int:
+    """Pairs whose logits are held at a time: 2,048 at 32,000 draft tokens, more of a smaller map.
+
+    Always a multiple of 2,048: an odd size keeps matrix products off the fast kernels.
+    """
+    return 2048 * max(1, LOGITS_AT_ONCE // vocab // 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,9 @@ class _HeadLoss(torch.autograd.Function):
         losses, choices = [], []
         grad_PH = torch.zeros_like(h_PH) if wanted else None
         grad_UH = torch.zeros_like(head_UH) if wanted else None
-        for a in range(0, len(h_PH), CHUNK):
-            z = slice(a, a + CHUNK)
+        chunk = chunk_of(len(head_UH))
+        for a in range(0, len(h_PH), chunk):
+            z = slice(a, a + chunk)
             logits_CU = F.linear(h_PH[z], weight_UH).float()
             choices.append(logits_CU.argmax(dim=-1))
             goal_CU = None if logits_AU is None else logits_AU[target_P[z]]

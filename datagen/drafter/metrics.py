@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from datagen.drafter.attention import attention_for
-from datagen.drafter.loss import CHUNK
+from datagen.drafter.loss import chunk_of
 from datagen.drafter.model import Drafter, unrolled
 from datagen.drafter.rows import NO_LABEL, Batch
 from datagen.drafter.target import Target
@@ -92,12 +92,13 @@ def measure(
     head_UH = drafter.lm_head.weight
     draft_head_UH = target.draft_head(drafter.target_ids(torch.arange(
         len(head_UH), device=head_UH.device)))  # fmt: skip
+    chunk = chunk_of(len(head_UH))
     for batch in batches:
         attend = attention_for(batch, attention, batch.tokens_M.device)
         h_AKH = drafter.norm(unrolled(drafter, batch, target.embed_VH, attend, depths))
         flat = h_AKH.flatten(0, 1)
         choice = torch.cat(
-            [drafter.lm_head(flat[a : a + CHUNK]).argmax(-1) for a in range(0, len(flat), CHUNK)]
+            [drafter.lm_head(flat[a : a + chunk]).argmax(-1) for a in range(0, len(flat), chunk)]
         )
         proposed_AK = drafter.target_ids(choice).view(len(h_AKH), depths)
         exists_AK = batch.mask_AK & (batch.labels_AK != NO_LABEL)
@@ -111,8 +112,8 @@ def measure(
             result.agreeing += int((best_A == labels_A)[first_A].sum())
             result.compared += int(first_A.sum())
             draft_lse_A = torch.cat([
-                target.draft_logits(final_AH[a : a + CHUNK], draft_head_UH).logsumexp(-1)
-                for a in range(0, len(final_AH), CHUNK)
+                target.draft_logits(final_AH[a : a + chunk], draft_head_UH).logsumexp(-1)
+                for a in range(0, len(final_AH), chunk)
             ])  # fmt: skip
             result.mass += float((draft_lse_A - lse_A).exp()[first_A].sum())
     return result

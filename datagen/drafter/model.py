@@ -15,12 +15,16 @@ rows.py; Q query heads, J key heads, D head size, V vocabulary, U draft vocabula
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from datagen.drafter.attention import Attention, merged
+from datagen.drafter.attention import Attention, fused, merged
 from datagen.drafter.config import DrafterConfig
 from datagen.drafter.rope import cos_sin, rotated
 from datagen.drafter.rows import Batch
@@ -28,73 +32,135 @@ from datagen.drafter.rows import Batch
 KeysValues = tuple[Tensor, Tensor]
 
 
+class Casts:
+    """Weights in the dtype of a pass: while `open`, each is cast once, and joined with its neighbours.
+
+    An unroll uses every weight at every depth. Cast there, the passes over the masters and over their
+    gradients cost a third of the arithmetic at Kimi's size; small drafters wait for their launches.
+    """
+
+    def __init__(self) -> None:
+        self.fuse = False
+        """Compile what is a chain of small kernels."""
+        self._kept: dict[tuple[int, ...], Tensor] | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within: casts are kept. The weights must not change meanwhile."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled where that is wanted."""
+        return fused(function) if self.fuse else function
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`."""
+        return self._held((id(weight),), lambda: weight.to(dtype))
+
+    def products(self, x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """x with each of the weights; in one product while open, where joining them pays."""
+        parts = [self.cast(w, x.dtype) for w in weights]
+        if self._kept is None:
+            return [F.linear(x, w) for w in parts]
+        joined = self._held(tuple(map(id, weights)), lambda: torch.cat(parts))
+        return torch.split(F.linear(x, joined), [len(w) for w in weights], dim=-1)
+
+    def _held(self, key: tuple[int, ...], made: Callable[[], Tensor]) -> Tensor:
+        if self._kept is None:
+            return made()
+        if key not in self._kept:
+            self._kept[key] = made()
+        return self._kept[key]
+
+
 class Linear(nn.Linear):
     """Without bias; computes in the input's dtype."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, casts: Casts) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.casts = casts
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        return F.linear(input, self.weight.to(input.dtype))
+        return F.linear(input, self.casts.cast(self.weight, input.dtype))
 
 
 class RMSNorm(nn.Module):
     """Normalised in float32, then multiplied by the weight, as SGLang's kernel does."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, casts: Casts) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.casts = eps, casts
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight.float()).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.casts.cast(self.weight, x.dtype), self.eps)
 
 
 class SelfAttention(nn.Module):
     """Projections only: what is attended to differs by depth, and is the unroll's business."""
 
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, c: DrafterConfig, casts: Casts) -> None:
         super().__init__()
-        self.c = c
-        self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim)
-        self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
-        self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
-        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size)
+        self.c, self.casts = c, casts
+        self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim, casts)
+        self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, casts)
+        self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, casts)
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, casts)
 
     def queries(self, x_A2H: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return rotated(self.q_proj(x_A2H).view(len(x_A2H), -1, self.c.head_dim), *angles)
+        q = self.q_proj(x_A2H).view(len(x_A2H), -1, self.c.head_dim)
+        return self._turned(q, angles)
 
     def keys_values(self, x_N2H: Tensor, angles: tuple[Tensor, Tensor]) -> KeysValues:
         shape = (len(x_N2H), self.c.num_kv_heads, self.c.head_dim)
-        return rotated(self.k_proj(x_N2H).view(shape), *angles), self.v_proj(x_N2H).view(shape)
+        k, v = self.casts.products(x_N2H, [self.k_proj.weight, self.v_proj.weight])
+        return self._turned(k.view(shape), angles), v.view(shape)
+
+    def all_three(
+        self, x_A2H: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the same rows."""
+        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        q, k, v = (
+            p.view(len(x_A2H), -1, self.c.head_dim) for p in self.casts.products(x_A2H, weights)
+        )
+        return self._turned(q, angles), self._turned(k, angles), v
+
+    def _turned(self, x_NKD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.casts.fused(rotated)(x_NKD, *angles)
+        return out
 
 
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, c: DrafterConfig, casts: Casts) -> None:
         super().__init__()
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size)
+        self.casts = casts
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, casts)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, casts)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, casts)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.casts.products(x, [self.gate_proj.weight, self.up_proj.weight])
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
 class MidLayer(nn.Module):
     """One decoder layer whose attention reads [norm(embedding), norm(h)]."""
 
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, c: DrafterConfig, casts: Casts) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(c)
-        self.mlp = MLP(c)
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = SelfAttention(c, casts)
+        self.mlp = MLP(c, casts)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, casts)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, casts)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, casts)
 
     def joined(self, embedding_NH: Tensor, h_NH: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embedding_NH), self.hidden_norm(h_NH)], dim=-1)
@@ -114,12 +180,13 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = Linear(config.width, config.hidden_size)
-        self.midlayer = MidLayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
+        self.casts = casts = Casts()
+        self.fc = Linear(config.width, config.hidden_size, casts)
+        self.midlayer = MidLayer(config, casts)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, casts)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, casts)
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(config.width, config.rms_norm_eps)
+            self.input_norm = RMSNorm(config.width, config.rms_norm_eps, casts)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._table = config.rope.table(config.head_dim)
@@ -146,6 +213,11 @@ class Drafter(nn.Module):
 
     def angles(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of positions."""
+        frequency, size = self._table
+        if (
+            frequency.device != positions_N.device
+        ):  # moved once: a copy at every depth is waited for
+            self._table = frequency, size = frequency.to(positions_N.device), size
         return cos_sin(self._table, positions_N)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
@@ -199,12 +271,10 @@ class Unroll:
     ) -> tuple[Tensor, Tensor, Tensor]:
         layer = self._drafter.midlayer
         angles = self._drafter.angles(positions_A)
-        x_A2H = layer.joined(embedding_AH, h_AH)
-        q_AQD = layer.self_attn.queries(x_A2H, angles)
-        k_AJD, v_AJD = layer.self_attn.keys_values(x_A2H, angles)
+        q_AQD, k_AJD, v_AJD = layer.self_attn.all_three(layer.joined(embedding_AH, h_AH), angles)
         past_AQD, lse_AQ = self._attention(q_AQD, flat[0], flat[1])
         own = [(flat[i], flat[i + 1]) for i in range(2, len(flat), 2)] + [(k_AJD, v_AJD)]
-        attended_AQD = merged(q_AQD, past_AQD, lse_AQ, own)
+        attended_AQD = self._drafter.casts.fused(merged)(q_AQD, past_AQD, lse_AQ, own)
         return layer.finished(h_AH, attended_AQD), k_AJD, v_AJD
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
@@ -220,7 +290,9 @@ def unrolled(
     drafter: Drafter, batch: Batch, embed_VH: Tensor, attention: Attention, depths: int
 ) -> Tensor:
     """Teacher-forced training-time test: h before the norm, [A, K, H]."""
-    unroll = Unroll(drafter, batch, embed_VH, attention)
-    out = [unroll.first()]
-    out += [unroll.next(batch.tokens_AK[:, k]) for k in range(1, depths)]
+    # Recomputing casts again, after this has returned: what was kept would not be the same then.
+    with contextlib.nullcontext() if drafter.recompute else drafter.casts.open():
+        unroll = Unroll(drafter, batch, embed_VH, attention)
+        out = [unroll.first()]
+        out += [unroll.next(batch.tokens_AK[:, k]) for k in range(1, depths)]
     return torch.stack(out, dim=1)

@@ -52,13 +52,17 @@ class Accelerated(Ranks):
 
     def __init__(self, device: str) -> None:
         try:
-            from accelerate import Accelerator
+            from accelerate import Accelerator, DistributedDataParallelKwargs
         except ImportError as e:
             raise ConfigError(
                 "several processes need accelerate", fix="pip install 'datagen[train]'"
             ) from e
         # Explicit precision: ours is by the features' dtype, whatever the launcher was told.
-        self._accelerator = Accelerator(mixed_precision="no", cpu=device == "cpu")
+        # The vocabulary maps are the same everywhere; gradients live in the buckets that are sent.
+        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        self._accelerator = Accelerator(
+            mixed_precision="no", cpu=device == "cpu", kwargs_handlers=[ddp]
+        )
         kind = str(self._accelerator.distributed_type.value)
         if kind not in ("MULTI_GPU", "MULTI_CPU"):
             raise ConfigError(

@@ -38,8 +38,9 @@ class Batch:
     """Samples packed end to end. Nothing of one sample is seen by another.
 
     `rows`, `active`: rows and query rows of each sample. `tokens_M` x[t+1], `positions_M` t.
-    `active_A`: where in M a query row is. `tokens_AK` x[t+1+k]; `labels_AK` x[t+2+k], or NO_LABEL;
-    `mask_AK`: trained. `target_AK`: where in A the state f[t+1+k] stands in `final_AH` (f[t+1]).
+    `active_A`: where in M a query row is; `start_A`: where its sample starts. `tokens_AK` x[t+1+k];
+    `labels_AK` x[t+2+k], or NO_LABEL; `mask_AK`: trained. `target_AK`: where in A the state
+    f[t+1+k] stands in `final_AH` (f[t+1]).
     """
 
     sample_ids: tuple[str, ...]
@@ -49,6 +50,7 @@ class Batch:
     tokens_M: Tensor
     positions_M: Tensor
     active_A: Tensor
+    start_A: Tensor
     tokens_AK: Tensor
     labels_AK: Tensor
     mask_AK: Tensor
@@ -102,7 +104,17 @@ def pack(samples: Sequence[Sample], depths: int, masks: Sequence[Tensor] | None 
     """
     parts: dict[str, list[Tensor]] = {
         n: []
-        for n in ("features", "tokens", "positions", "active", "in", "label", "mask", "target")
+        for n in (
+            "features",
+            "tokens",
+            "positions",
+            "active",
+            "start",
+            "in",
+            "label",
+            "mask",
+            "target",
+        )
     }
     finals: list[Tensor] = []
     rows: list[int] = []
@@ -128,6 +140,7 @@ def pack(samples: Sequence[Sample], depths: int, masks: Sequence[Tensor] | None 
         parts["tokens"].append(sample.ids_N[1 : n - 1])
         parts["positions"].append(torch.arange(n - 2))
         parts["active"].append(t_A + sum(rows))
+        parts["start"].append(torch.full_like(t_A, sum(rows)))
         parts["in"].append(
             torch.where(step_AK + 1 < n, sample.ids_N[(step_AK + 1).clamp(max=n - 1)], 0)
         )
@@ -147,6 +160,7 @@ def pack(samples: Sequence[Sample], depths: int, masks: Sequence[Tensor] | None 
         tokens_M=joined["tokens"],
         positions_M=joined["positions"],
         active_A=joined["active"],
+        start_A=joined["start"],
         tokens_AK=joined["in"],
         labels_AK=joined["label"],
         mask_AK=joined["mask"],

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from datagen.drafter.checkpoint import write_directory
+from datagen.drafter.curves import read_metrics
 from datagen.errors import ConfigError, CorruptFile, FingerprintMismatch
 from datagen.store.atomic import write_atomic, write_json_atomic
 
@@ -103,12 +104,6 @@ class RunDirectory:
         """Append a record; a kill may tear the last line, which is cut at the next start."""
         with open(self.metrics, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a metrics.jsonl."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,16 @@ def depth_weights(
     size = [tokens] * len(rows) if config.normalise == "positions" else [max(1, r) for r in rows]
     weights = [config.decay**k / n for k, n in enumerate(size)]
     return torch.tensor(weights, dtype=torch.float32, device=device)
+
+
+def row_loss(by_depth: Sequence[float], decay: float) -> float:
+    """The loss of a trained row, its depths weighted as in training.
+
+    What is minimised may be divided by all tokens of a step: from step to step that number leaps with
+    the share of context in the batch, and says nothing of how well the drafter does.
+    """
+    weights = [decay**k for k in range(len(by_depth))]
+    return sum(w * x for w, x in zip(weights, by_depth, strict=True)) / sum(weights)
 
 
 def bad_samples(batch: Batch, bad_A: Tensor) -> list[str]:

@@ -21,6 +21,7 @@ from datagen.errors import ConfigError
 PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 HEADS = ("lm_head", "language_model.lm_head", "model.language_model.lm_head", "model.lm_head")
 VOCAB_CHUNK = 16_384
+LOGITS_AT_ONCE = 1 << 28
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -83,8 +84,10 @@ class Target:
         best_A = torch.full((n,), -torch.inf, device=final_AH.device)
         where_A = torch.zeros(n, dtype=torch.long, device=final_AH.device)
         lse_A = best_A.clone()
-        for start in range(0, self.vocab_size, VOCAB_CHUNK):
-            chunk_CH = self.head_VH[start : start + VOCAB_CHUNK].to(final_AH.dtype)
+        # Few rows: few, large chunks, of whole multiples for the fast kernels' sake.
+        size = VOCAB_CHUNK * max(1, LOGITS_AT_ONCE // max(1, n) // VOCAB_CHUNK)
+        for start in range(0, self.vocab_size, size):
+            chunk_CH = self.head_VH[start : start + size].to(final_AH.dtype)
             logits_AC = self.rule(final_AH @ chunk_CH.t())
             top = logits_AC.max(dim=-1)
             better = top.values > best_A

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from datagen.drafter.checkpoint import MAPS, export_files, write_directory
 from datagen.drafter.clock import Clock
-from datagen.drafter.curves import write_curves
+from datagen.drafter.curves import read_metrics, write_curves
 from datagen.drafter.dataset import SampleRef, StatesSource
 from datagen.drafter.heldout import HeldOut
 from datagen.drafter.loader import Loader, idle_copy
@@ -39,11 +39,10 @@ from datagen.drafter.settings import RunConfig, TrainConfig
 from datagen.drafter.state import (
     PROVENANCE,
     RunDirectory,
-    read_metrics,
     read_provenance,
     require_same_settings,
 )
-from datagen.drafter.step import StepLoss, Sums, bad_samples, depth_weights
+from datagen.drafter.step import StepLoss, Sums, bad_samples, depth_weights, row_loss
 from datagen.drafter.target import Target
 from datagen.drafter.vocab import DraftVocab
 from datagen.errors import Interrupted, TrainingFailed
@@ -92,6 +91,7 @@ class Trainer:
         self._dtype = torch.bfloat16 if wanted == "bfloat16" else torch.float32
         self._drafter = material.drafter.to(self._device)
         self._drafter.recompute = how.recompute
+        self._drafter.casts.fuse = how.compile and cuda
         self._target = material.target.to(self._device, self._dtype)
         self._final_norm = material.sources[0].info.final_norm
         self._train = usable(material.train, config.longest)
@@ -149,12 +149,19 @@ class Trainer:
         mine = (numbers for step in plan for numbers in self._own_batches(step))
         stream = self._loader.stream(mine)
         clock = Clock(self._loader)
+        nothing = [[0.0] * self._config.depths for _ in range(3)]
+        since_3K = nothing
         for step in plan:
-            rate, loss, norm, table_3K = self._one_step(step, stream)
+            rate, norm, table_3K = self._one_step(step, stream)
+            since_3K = [
+                [a + b for a, b in zip(*rows, strict=True)]
+                for rows in zip(since_3K, table_3K, strict=True)
+            ]
             finished = step.number + 1
             clock.count(step)
             if finished % self._how.log_every == 0 or finished == self.total_steps:
-                self._log_step(log, finished, step, rate, loss, norm, table_3K, clock)
+                self._log_step(log, finished, step, rate, norm, since_3K, clock)
+                since_3K = nothing
             if finished % self._how.evaluate_every == 0 or finished == self.total_steps:
                 with clock.paused():
                     self._held.at(finished, log)
@@ -175,8 +182,8 @@ class Trainer:
 
     def _one_step(
         self, step: Step, stream: Iterator[Batch]
-    ) -> tuple[float, float, float, list[list[float]]]:
-        """Learning rate, loss, gradient norm, and Sums.table over all ranks."""
+    ) -> tuple[float, float, list[list[float]]]:
+        """Learning rate, gradient norm, and Sums.table over all ranks."""
         config, ranks = self._config, self._ranks
         rate = learning_rate(step.number, self.total_steps, config)
         for group in self._optimizer.param_groups:
@@ -207,7 +214,7 @@ class Trainer:
         if self._average is not None:
             self._average.update(self._drafter, step.number)
         table = [flat[i : i + config.depths] for i in range(0, len(flat), config.depths)]
-        return rate, loss_sum / ranks.count, norm_sum / ranks.count, table
+        return rate, norm_sum / ranks.count, table
 
     def _fail(self, step: Step, seen: list[tuple[Batch, Sums]]) -> None:
         named = [s for batch, sums in seen for s in bad_samples(batch, sums.bad_A)]
@@ -236,18 +243,21 @@ class Trainer:
         return self._held.measured[0]
 
     def _log_step(
-        self, log: MetricsLog | None, finished: int, step: Step, rate: float, loss: float,
-        norm: float, table_3K: list[list[float]], clock: Clock,
+        self, log: MetricsLog | None, finished: int, step: Step, rate: float, norm: float,
+        table_3K: list[list[float]], clock: Clock,
     ) -> None:  # fmt: skip
+        """`table_3K`: summed over the steps since the last line."""
         speed = clock.speed()
         if log is None:
             return
         losses, pairs, hits = table_3K
+        by_depth = [a / max(1.0, n) for a, n in zip(losses, pairs, strict=True)]
+        loss = row_loss(by_depth, self._config.decay)
         log.train(
             finished,
             {
                 "epoch": step.epoch, "loss": loss, "grad_norm": norm, "learning_rate": rate,
-                "loss_by_depth": [a / max(1.0, n) for a, n in zip(losses, pairs, strict=True)],
+                "loss_by_depth": by_depth,
                 "hit_share_by_depth": [h / max(1.0, n) for h, n in zip(hits, pairs, strict=True)],
                 **speed,
             },
@@ -319,7 +329,7 @@ class Trainer:
     def _loader_of(self, data: Usable) -> Loader:
         return Loader(
             self._m.sources, data, self._config.depths, threads=self._how.threads,
-            ahead=self._how.ahead, pin=self._device.type == "cuda",
+            ahead=self._how.ahead or 2 * self._how.threads, pin=self._device.type == "cuda",
         )  # fmt: skip
 
     def _say_what_is_used(self) -> None:

@@ -12,6 +12,7 @@ from datagen.errors import CorruptFile
 from datagen.report.acceptance import evaluation_sections, scaling_section
 from datagen.report.plots import Series, bar_plot, line_plot
 from datagen.report.sections import Plot, Section, Table, text_of
+from datagen.report.training import training_sections
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import Manifest
 from datagen.store.seal import PartitionSummary
@@ -36,6 +37,7 @@ def run_card(root: Path) -> Card:
     ]  # those are for the curve
     newest = shown[-1] if shown else None
     sections = [_collected(manifest), _sizes(manifest), _throughput(root, manifest)]
+    sections += training_sections(root)
     for evaluation in reversed(shown):
         sections += evaluation_sections(evaluation)
     sections += scaling_section(evaluations, manifest)

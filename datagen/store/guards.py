@@ -22,7 +22,8 @@ NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00}
 """By dtype: the smallest magnitude, as a bit pattern, that is infinite or NaN."""
 MAGNITUDE = 0x7FFF
 CHUNK_VALUES = 1 << 17  # looked at together: the temporary stays in the L2 cache
-NORM_TOKENS = 128  # enough for a median, spread over the sample
+NORM_TOKENS = 32  # enough for a median, spread over the sample
+SMALLEST_SQUARES = 1e-24  # sums of squares below lose digits in float32
 
 LEARNT_FROM = 32  # samples accepted before norms are judged at all, and between two lessons
 REMEMBERED = 512  # samples whose norms are compared with
@@ -139,9 +140,14 @@ def row_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
         values = (bits_TLH.astype(np.uint32) << 16).view(np.float32)
     else:
         values = bits_TLH.view(np.float16).astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is the caller's to name
-        squares: NDArray[np.float64] = np.einsum("tlh,tlh->tl", values, values, dtype=np.float64)
-        return np.sqrt(squares)
+    # what is not finite is the caller's to name
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = np.einsum("tlh,tlh->tl", values, values)
+        fits_float32 = np.isfinite(squares) & (squares >= SMALLEST_SQUARES)
+        if not fits_float32.all():
+            squares = np.einsum("tlh,tlh->tl", values, values, dtype=np.float64)
+        norms: NDArray[np.float64] = np.sqrt(squares, dtype=np.float64)
+        return norms
 
 
 def _median_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> tuple[float, ...]:

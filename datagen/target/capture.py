@@ -15,6 +15,7 @@ from datagen.target.client import Capture
 from datagen.target.failures import RowFailure
 from datagen.target.profile import Profile
 
+READ_ASIDE_BYTES = 4 << 20  # 2 ms of checksum; for less, a change of threads costs as much
 FILE_PATIENCE_S = 30.0  # a healthy engine publishes within a second of its answer
 WRONG_WIDTH_FIX = (
     "an engine started with --speculative-algorithm EAGLE instead of EAGLE3 returns the final state "
@@ -41,7 +42,7 @@ async def take_capture(
     path = capture.path
     if path.name != spool_path(path.parent, rid).name:
         raise RowFailure("capture_malformed", f"{path} is not the spool file of request {rid}")
-    spooled = await _published(path, patience_s)
+    spooled = await _published(path, patience_s, aside=capture.n_bytes > READ_ASIDE_BYTES)
     require_profile(spooled.width, spooled.boundaries, spooled.final_norm, profile)
     if spooled.dtype != profile.capture_dtype:
         raise CaptureUnproven(
@@ -58,14 +59,17 @@ async def take_capture(
     return spooled
 
 
-async def _published(path: Path, patience_s: float) -> SpoolFile:
-    """Poll for the file (it appears whole, soon after the answer) or for its error note."""
+async def _published(path: Path, patience_s: float, *, aside: bool) -> SpoolFile:
+    """Poll for the file (it appears whole, soon after the answer) or for its error note.
+
+    `aside`: read it on another thread; a large one would hold up every other capture.
+    """
     note = path.with_name(path.name + ".err")
     loop = asyncio.get_running_loop()
     deadline, pause = loop.time() + patience_s, 0.002
     while True:
         try:
-            return read_spool(path)
+            return await asyncio.to_thread(read_spool, path) if aside else read_spool(path)
         except FileNotFoundError:
             pass
         except SpoolError as e:

@@ -62,15 +62,17 @@ def resident_while_collecting(bench: Bench, prompts: int) -> list[int]:
     return samples
 
 
-def test_memory_does_not_grow_with_the_number_of_prompts(bench: Bench) -> None:
-    few, many = resident_while_collecting(bench, 200), resident_while_collecting(bench, 2000)
+@pytest.mark.parametrize("prompts", [800, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_number_of_prompts(bench: Bench, prompts: int) -> None:
+    few, many = resident_while_collecting(bench, 200), resident_while_collecting(bench, prompts)
     early = max(many[: len(many) // 4])
     print(
-        f"resident: {max(few) / MIB:.0f} MiB at 200 prompts, {max(many) / MIB:.0f} MiB at 2,000; "
+        f"resident: {max(few) / MIB:.0f} MiB at 200 prompts, {max(many) / MIB:.0f} MiB at {prompts}; "
         f"grown by {(max(many) - early) / MIB:.0f} MiB over the last three quarters of these"
     )
     assert max(many) - early < 12 * MIB, "the rows themselves leave nothing behind"
-    assert max(many) - max(few) < 60 * MIB, "the index of the plan, about 12 kB a prompt"
+    # Allocators differ by some MiB from run to run; the index takes about 12 kB a prompt.
+    assert max(many) - max(few) < 20 * MIB + (prompts - 200) * 22_000
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(bench: Bench) -> None:

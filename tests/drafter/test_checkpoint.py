@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -175,25 +173,32 @@ def test_a_rebuilt_vocabulary_map_is_not_drop_in(tmp_path: Path) -> None:
     assert any("d2t: another vocabulary map" in r for r in found.reasons)
 
 
-def test_the_command_prints_a_table_and_exits_by_the_verdict(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_exits_by_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datagen import cli
+    from datagen.cli.app import out
+
+    monkeypatch.setattr(out, "_width", 400)
     a, b = export(tmp_path / "a"), export(tmp_path / "b", rope=Rope(1e6))
-    command = [sys.executable, "-m", "datagen.cli", "drafter", "compare"]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *more], capture_output=True, text=True, timeout=60, check=False,
-            env={**os.environ, "COLUMNS": "400"},
-        )  # fmt: skip
+    def run(*more: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["datagen", "drafter", "compare", *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
 
-    same, other = run(str(a), str(a)), run(str(a), str(b), "--json")
-    assert same.returncode == 0, same.stderr
-    assert "midlayer.self_attn.q_proj.weight" in same.stdout
-    assert "drop-in compatible" in same.stdout
-    assert other.returncode == 1
-    report = json.loads(other.stdout)
+    code, table, _ = run(str(a), str(a))
+    assert code == 0
+    assert "midlayer.self_attn.q_proj.weight" in table
+    assert "drop-in compatible" in table
+    code, printed, _ = run(str(a), str(b), "--json")
+    assert code == 1
+    report = json.loads(printed)
     assert not report["drop_in"]
     assert any(r.startswith("rope is") for r in report["reasons"])
-    nothing = run(str(a), str(tmp_path / "nowhere"))
-    assert nothing.returncode == 1
-    assert nothing.stderr.count("\n") == 1
-    assert "nowhere" in nothing.stderr
+    code, _, error = run(str(a), str(tmp_path / "nowhere"))
+    assert code == 1
+    assert error.count("\n") == 1
+    assert "nowhere" in error

@@ -44,7 +44,7 @@ def test_losses_and_slopes_are_those_of_the_textbook(kind: LossKind) -> None:
 def test_the_fused_loss_has_the_gradients_of_the_plain_one(
     kind: LossKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("datagen.drafter.loss.CHUNK", 5)
+    monkeypatch.setattr("datagen.drafter.loss.chunk_of", lambda _: 5)
     depths, aim, words = 3, target(), vocab()
     samples = [sample(14, 5, 0), sample(9, 4, 1)]
     batch = pack(samples, depths)
@@ -92,6 +92,7 @@ def test_the_full_vocabulary_is_scanned_in_chunks(monkeypatch: pytest.MonkeyPatc
     logits = 3.0 * torch.tanh(states @ aim.head_VH.t() * 0.5 / 3.0)
     for size in (1, 7, V, 1000):
         monkeypatch.setattr("datagen.drafter.target.VOCAB_CHUNK", size)
+        monkeypatch.setattr("datagen.drafter.target.LOGITS_AT_ONCE", 0)
         best, lse = aim.scan(states)
         assert torch.equal(best, logits.argmax(-1))
         torch.testing.assert_close(lse, logits.logsumexp(-1))

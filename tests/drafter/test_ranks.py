@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from datagen.drafter.state import read_metrics, read_provenance
+from datagen.drafter.curves import read_metrics
+from datagen.drafter.state import read_provenance
 from tests.drafter.run import tiny_target, write_run
 from tests.tiny import free_port
 

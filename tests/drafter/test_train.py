@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from datagen.drafter.checkpoint import load_drafter
+from datagen.drafter.curves import read_metrics
 from datagen.drafter.settings import TrainConfig
-from datagen.drafter.state import read_metrics, read_provenance
+from datagen.drafter.state import read_provenance
+from datagen.drafter.step import depth_weights, row_loss
 from datagen.errors import ConfigError, DatagenError, FingerprintMismatch, TrainingFailed
 from datagen.finetune import finetune, finetune_config
 from tests.drafter.run import tiny_target, write_run
@@ -32,7 +34,7 @@ BASE: dict[str, Any] = {
 
 LEARNING: dict[str, Any] = {
     "max_steps": 40, "learning_rate": 1e-2, "ema": 0.0, "batch_tokens": 128, "accumulate": 1,
-    "evaluate_every": 100, "checkpoint_every": 100, "log_every": 100,
+    "evaluate_every": 100, "checkpoint_every": 100, "log_every": 12,
 }  # fmt: skip
 
 
@@ -72,6 +74,9 @@ def test_a_fresh_drafter_learns_and_its_metrics_say_so(bench: Path, tmp_path: Pa
     assert after > before + 0.2, (before, after)
     assert after > 1.0 + outcome.after["best_constant"]
     assert outcome.after["target_agreement"] > 0.9
+    logged = [r["loss"] for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in r]
+    # Lines over whole passes fall; a line over fewer samples than that says which those were.
+    assert logged[0] > 1.2 * logged[1] > 1.2 * 1.2 * logged[2], logged
     loaded = load_drafter(outcome.final)
     assert loaded.drafter.config.boundaries == (1, 3, 4)
     kept = read_provenance(outcome.final)
@@ -147,6 +152,19 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(
     assert outcome.steps == 12
     with pytest.raises(FingerprintMismatch, match=r"learning_rate is 0\.1, was 0\.003"):
         train(bench, undisturbed, learning_rate=0.1)
+
+
+def test_the_logged_loss_is_that_of_a_row_whatever_share_of_the_tokens_trains() -> None:
+    """Divided by all tokens, as it is minimised, it halves when a batch holds twice the context."""
+    config = TrainConfig(depths=2)
+    per_row, rows = [4.0, 6.0], (100, 90)
+    minimised, shown = [], []
+    for tokens in (150, 1500):
+        weight_K = depth_weights(config, rows, tokens, torch.device("cpu")).tolist()
+        minimised.append(sum(w * n * x for w, n, x in zip(weight_K, rows, per_row, strict=True)))
+        shown.append(row_loss(per_row, config.decay))
+    assert minimised[0] == pytest.approx(10 * minimised[1])
+    assert shown[0] == shown[1] == pytest.approx((4.0 + 0.8 * 6.0) / 1.8)
 
 
 def test_neither_packing_nor_accumulation_changes_the_loss(bench: Path, tmp_path: Path) -> None:

@@ -84,6 +84,38 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return manifest.parent
 
 
+def test_a_training_run_is_shown_with_its_curves_and_coverage(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "run")
+    made = tmp_path / "run" / "drafter" / "tuned"
+    (made / "final").mkdir(parents=True)
+    held = {"kind": "heldout", "predicted_accept_len": 1.25, "rows": 90, "best_constant": 0.04}
+    records = [
+        {**held, "step": 0, "predicted_accept_len": 1.0, "conditional_acceptance": [0.0, 0.0]},
+        {"kind": "train", "step": 10, "loss": 4.5}, {"kind": "train", "step": 20, "loss": 3.25},
+        {**held, "step": 20, "conditional_acceptance": [0.2, 0.25]},
+    ]  # fmt: skip
+    (made / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    unfinished = as_markdown(run_card(tmp_path / "run"))
+    assert "Not finished" in unfinished
+    settings = {"loss": "kl", "depths": 2, "decay": 0.8, "learning_rate": 1e-4, "batch_tokens": 64,
+                "accumulate": 1, "ranks": 2}  # fmt: skip
+    provenance = {
+        "settings": settings, "samples": {"train": 6, "heldout": 2}, "init": {"kind": "fresh"},
+        "step": 20, "vocab_sha256": "ab" * 32,
+        "vocab_coverage": {"all": 0.98, "language:ja": 0.61, "source:chat": 0.99},
+    }  # fmt: skip
+    (made / "final" / "provenance.json").write_text(json.dumps(provenance))
+    text = as_markdown(run_card(tmp_path / "run"))
+    for words in ("Drafter tuned: training", "| predicted_accept_len | 1.000 | 1.250 |",
+                  "| 20 | 3.250 |", "| language:ja | 61.0% |", "| 20 | 0.200 | 0.250 |"):  # fmt: skip
+        assert words in text, words
+    assert "Not finished" not in text
+    assert text.index("language:ja") < text.index("source:chat")
+    (made / "metrics.jsonl").write_text("no record\n")
+    with pytest.raises(CorruptFile, match="no training log"):
+        run_card(tmp_path / "run")
+
+
 def test_the_page_is_whole_by_itself(root: Path) -> None:
     page = as_html(run_card(root))
     assert "<script" not in page

@@ -12,15 +12,14 @@ import pytest
 
 from datagen.embedded.weights import ensure_checkpoint
 from datagen.target.profile import Profile, load_profile
-from tests.sglang.environment import find, venv_path
-from tests.sglang.server import SGLangServer, install_plugin
+from tests.sglang import environment, gpu
+from tests.sglang.server import Installed, SGLangServer, install_plugin
 from tests.tiny import serving
 
 CHUNK = 64
-CAPTURE_FLAGS = (
-    "--enable-return-hidden-states", "--chunked-prefill-size", str(CHUNK),
-    "--prefill-decode-interval", "1",  # else decodes wait until no prefill does
-)  # fmt: skip
+CAPTURE_FLAGS = ("--enable-return-hidden-states", "--chunked-prefill-size", str(CHUNK))
+ON = os.environ.get("DATAGEN_TEST_SGLANG", "")
+"""Where SGLang itself is tested: `gpu`, `1` for the CPU, or nowhere."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Target:
 class RealEngine:
     """What starting a real server needs: its environment, our plugin installed, a place for logs."""
 
-    venv: Path
+    installed: Installed
     site: Path
     folder: Path
 
@@ -54,19 +53,22 @@ class RealEngine:
             "DATAGEN_CAPTURE_DIR": str(folder / "spool"), "DATAGEN_CAPTURE_BOUNDARIES": "2,15,27"
         }  # fmt: skip
         model = ensure_checkpoint()
-        return SGLangServer(self.venv, self.site, model, folder, *flags, **(defaults | environment))
+        return SGLangServer(
+            self.installed, self.site, model, folder, *flags, **(defaults | environment)
+        )
 
 
 @pytest.fixture(scope="session")
 def real_engine() -> Iterator[RealEngine]:
-    if not os.environ.get("DATAGEN_TEST_SGLANG"):
+    if not ON:
         pytest.skip("real SGLang is tested by `make test-sglang`")
-    venv = find()
-    if venv is None:
-        pytest.skip(f"no SGLang environment at {venv_path()}: run `make test-sglang`")
+    try:
+        installed = gpu.installed() if ON == "gpu" else environment.installed()
+    except environment.Unbuildable as e:
+        pytest.skip(str(e))
     with tempfile.TemporaryDirectory(prefix="datagen-sglang-") as name:
         folder = Path(name)
-        yield RealEngine(venv, install_plugin(venv, folder), folder)
+        yield RealEngine(installed, install_plugin(installed.python, folder), folder)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +88,7 @@ def embedded_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target
         yield Target("embedded", process.url, folder / "spool")
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+@pytest.fixture(params=["sglang"] if ON == "gpu" else ["embedded", "sglang"])
 def target(request: pytest.FixtureRequest) -> Target:
     found: Target = request.getfixturevalue(f"{request.param}_target")
     return found

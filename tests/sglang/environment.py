@@ -16,10 +16,17 @@ import sys
 from pathlib import Path
 
 from datagen.embedded.weights import cache_directory
+from tests.sglang.server import Installed
 
 REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
 PYTHON = (3, 11)  # of the pins
 STAMP = ".complete"
+FLAGS = (
+    "--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native",
+    "--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3",
+    "--max-total-tokens", "8192", "--max-running-requests", "8",
+    "--prefill-decode-interval", "1",  # else decodes wait until no prefill does
+)  # fmt: skip
 SGL_KERNEL = '''"""Stub: sgl_kernel has no CPU wheel; any name imports, and raises when called."""
 __version__ = "0.4.10"
 
@@ -51,6 +58,14 @@ def find() -> Path | None:
     """The environment's directory, when it is complete."""
     venv = venv_path()
     return venv if (venv / STAMP).exists() else None
+
+
+def installed() -> Installed:
+    """The environment for servers on this CPU. Raises Unbuildable when it has not been built."""
+    venv = find()
+    if venv is None:
+        raise Unbuildable(f"no SGLang environment at {venv_path()}: run `make test-sglang`")
+    return Installed(venv / "bin" / "python", FLAGS, {"SGLANG_USE_CPU_ENGINE": "1"})
 
 
 def ensure() -> Path:

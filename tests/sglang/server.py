@@ -1,4 +1,4 @@
-"""A real SGLang server on this CPU, with our plugin installed in front of its environment."""
+"""A real SGLang server, with our plugin installed in front of its environment."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tiny import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 420.0
-FLAGS = (
-    "--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native",
-    "--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3",
-    "--max-total-tokens", "8192", "--max-running-requests", "8",
-)  # fmt: skip
 
 
-def install_plugin(venv: Path, folder: Path) -> Path:
+@dataclass(frozen=True)
+class Installed:
+    """An SGLang: its interpreter, and what each of its servers needs on its device."""
+
+    python: Path
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def install_plugin(python: Path, folder: Path) -> Path:
     """`pip install --no-deps` of this checkout into a folder of its own; returns that folder."""
     source, site = folder / "source", folder / "site"
     for name in ("datagen", "flows"):
@@ -31,33 +37,44 @@ def install_plugin(venv: Path, folder: Path) -> Path:
         shutil.copy(ROOT / name, source / name)
     subprocess.run(
         [
-            str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install",
-            "--quiet", "--no-deps", "--target", str(site), str(source),
+            str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
+            "--no-deps", "--target", str(site), str(source),
         ],
         check=True, timeout=300, capture_output=True,
     )  # fmt: skip
     return site
 
 
+def python_path(site: Path) -> str:
+    """`site` in front of what the caller's interpreter is given."""
+    return os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+
+
 class SGLangServer:
-    """Start, stop and kill; `flags` and `environment` come on top of what a CPU needs."""
+    """Start, stop and kill; `flags` and `environment` come on top of what the device needs."""
 
     def __init__(
-        self, venv: Path, site: Path, model: Path, folder: Path, *flags: str, **environment: str
+        self,
+        installed: Installed,
+        site: Path,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        **environment: str,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "sglang.log"
         self._command = [
-            str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model),
-            "--host", "127.0.0.1", "--port", str(self.port), *FLAGS, *flags,
+            str(installed.python), "-m", "sglang.launch_server", "--model-path", str(model),
+            "--host", "127.0.0.1", "--port", str(self.port), *installed.flags, *flags,
         ]  # fmt: skip
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DATAGEN_", "SGLANG_"))}
         self._environment = kept | {
-            "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "datagen_capture",
+            "SGLANG_PLUGINS": "datagen_capture",
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "SPT_NOENV": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(site),
-            **environment,
+            "SPT_NOENV": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": python_path(site), **installed.environment, **environment,
         }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from datagen.capture.spool import SpoolFile, read_spool
 from datagen.target.profile import load_profile
-from tests.sglang.asking import capture
-from tests.sglang.conftest import CAPTURE_FLAGS, RealEngine
+from tests.sglang.asking import capture, rows_of_spool
+from tests.sglang.conftest import CAPTURE_FLAGS, ON, RealEngine
 from tests.sglang.deepseek import HIDDEN, LAYERS, install_absorbed_mla, write_tiny_deepseek
 from tests.sglang.server import SGLangServer
 from tests.tiny import VOCAB
@@ -32,10 +32,11 @@ def test_the_class_of_kimi_captures_its_boundaries(real_engine: RealEngine, tmp_
     kimi = load_profile("kimi-k2.5")
     assert kimi.num_layers == LAYERS
     checkpoint = write_tiny_deepseek(tmp_path / "tiny-deepseek")
+    exact_engine = ON != "gpu"  # MLA's kernels of a GPU compute in bfloat16 alone
     plugins = f"datagen_capture,{install_absorbed_mla(real_engine.site)}"
     server = SGLangServer(
-        real_engine.venv, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
-        "--dtype", "float32", SGLANG_PLUGINS=plugins,
+        real_engine.installed, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
+        *(("--dtype", "float32") if exact_engine else ()), SGLANG_PLUGINS=plugins,
         DATAGEN_CAPTURE_DIR=str(tmp_path / "spool"),
         DATAGEN_CAPTURE_BOUNDARIES=",".join(map(str, kimi.boundaries)),
     )  # fmt: skip
@@ -54,9 +55,6 @@ def test_the_class_of_kimi_captures_its_boundaries(real_engine: RealEngine, tmp_
         time.sleep(1.0)
     finally:
         server.stop()
-    columns = (*kimi.boundaries, LAYERS)
-    near = {b + d for b in columns for d in (-1, 0, 1) if b + d <= LAYERS}
-    exact = streams(checkpoint, asked, sorted(near))
     lm_head = load_file(str(checkpoint / "model.safetensors"))["lm_head.weight"].float()
     rows, clear = [], 0
     for ids, answer in zip(asked, answers, strict=True):
@@ -71,6 +69,13 @@ def test_the_class_of_kimi_captures_its_boundaries(real_engine: RealEngine, tmp_
         if top[0][0] - top[1][0] > 0.125:
             clear += 1
             assert int((lm_head @ rows[-1][-1, -1]).argmax()) == answer["output_ids"][0]
+    assert clear >= 4
+    assert max(a["meta_info"]["datagen"][0]["chunks"] for a in answers) > 1
+    if not exact_engine:
+        return
+    columns = (*kimi.boundaries, LAYERS)
+    near = {b + d for b in columns for d in (-1, 0, 1) if b + d <= LAYERS}
+    exact = streams(checkpoint, asked, sorted(near))
     captured = torch.cat(rows)
     for column, boundary in enumerate(columns):
         similar = {
@@ -81,8 +86,6 @@ def test_the_class_of_kimi_captures_its_boundaries(real_engine: RealEngine, tmp_
         print(f"boundary {boundary}: {similar}")
         assert similar.pop(boundary) >= LEAST_COSINE
         assert max(similar.values()) < 0.999, "the next layer is told apart"
-    assert clear >= 4
-    assert max(a["meta_info"]["datagen"][0]["chunks"] for a in answers) > 1
 
 
 @torch.no_grad()
@@ -94,7 +97,8 @@ def streams(checkpoint: Path, asked: list[list[int]], layers: list[int]) -> dict
 
 
 def values_of(spooled: SpoolFile) -> torch.Tensor:
-    """float32 [tokens, K+1, hidden] of a spool file in float32."""
-    assert spooled.dtype == "F32"
+    """float32 [tokens, K+1, hidden] of a spool file."""
+    if spooled.dtype == "BF16":
+        return rows_of_spool(spooled)
     values = torch.from_numpy(np.frombuffer(spooled.rows, dtype=np.float32).copy())
     return values.view(spooled.n_tokens, -1, spooled.hidden)

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.sglang.conftest import RealEngine
+from tests.sglang.server import python_path
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('serving')"
 
@@ -16,9 +17,9 @@ def load(engine: RealEngine, code: str = LOAD, **environment: str) -> tuple[int,
     """Exit code and output of a process of SGLang that loads its plugins."""
     base = {k: v for k, v in os.environ.items() if not k.startswith("DATAGEN_")}
     done = subprocess.run(
-        [str(engine.venv / "bin" / "python"), "-c", code],
+        [str(engine.installed.python), "-c", code],
         env=base | {
-            "PYTHONPATH": str(engine.site), "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": python_path(engine.site), **engine.installed.environment,
             "DATAGEN_CAPTURE_DIR": str(engine.folder / "unused"),
             "DATAGEN_CAPTURE_BOUNDARIES": "2,15,27", **environment,
         },

@@ -39,7 +39,7 @@ def test_of_two_ranks_one_writes_what_a_single_one_would(
     draw = random.Random(0)
     asked = [[draw.randrange(3, VOCAB) for _ in range(20 + 17 * i)] for i in range(10)]
     server = SGLangServer(
-        real_engine.venv, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
+        real_engine.installed, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
         "--tp-size", "2", SGLANG_CPU_OMP_THREADS_BIND="0|1",
         DATAGEN_CAPTURE_DIR=str(tmp_path / "spool-sglang"),
         DATAGEN_CAPTURE_BOUNDARIES=",".join(map(str, BOUNDARIES)),

@@ -46,7 +46,7 @@ def test_both_render_alike_and_preflight_has_the_server_render(
     template = ChatTemplate.found(checkpoint, tokenizer)
     assert template is not None
     server = SGLangServer(
-        real_engine.venv, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
+        real_engine.installed, real_engine.site, checkpoint, tmp_path, *CAPTURE_FLAGS,
         DATAGEN_CAPTURE_DIR=str(tmp_path / "spool"),
         DATAGEN_CAPTURE_BOUNDARIES=",".join(map(str, BOUNDARIES)),
     )  # fmt: skip

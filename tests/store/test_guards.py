@@ -15,6 +15,7 @@ from datagen.store.guards import (
     FEWEST_FAULTS,
     JUDGED,
     LEARNT_FROM,
+    NORM_TOKENS,
     FaultRate,
     Guards,
     NormRange,
@@ -127,11 +128,18 @@ def test_a_dtype_that_cannot_be_stored_stops_the_run_before_it_begins() -> None:
 
 
 def test_norms_are_those_of_the_values() -> None:
-    rows = states_like(50, massive=False)
-    values = (rows.astype(np.uint32) << 16).view(np.float32).reshape(50, SPEC.n_layers, HIDDEN)
+    rows = states_like(NORM_TOKENS, massive=False)
+    values = (rows.astype(np.uint32) << 16).view(np.float32).reshape(-1, SPEC.n_layers, HIDDEN)
     expected = np.linalg.norm(values.astype(np.float64), axis=2)
-    np.testing.assert_allclose(row_norms(rows.reshape(values.shape), "BF16"), expected)
-    np.testing.assert_allclose(norms_of(rows), np.median(expected, axis=0))
+    np.testing.assert_allclose(row_norms(rows.reshape(values.shape), "BF16"), expected, rtol=1e-5)
+    np.testing.assert_allclose(norms_of(rows), np.median(expected, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**80, 2.0**-80])
+def test_norms_beyond_float32s_squares_are_exact_too(scale: float) -> None:
+    values = np.full((2, SPEC.n_layers, HIDDEN), scale, dtype=np.float32)
+    found = row_norms((values.view(np.uint32) >> 16).astype(np.uint16), "BF16")
+    np.testing.assert_allclose(found, scale * np.sqrt(HIDDEN), rtol=1e-5)
 
 
 def learnt(seed: int = 0) -> NormRange:

@@ -1,0 +1,217 @@
+"""Whole trainers side by side: ours and speculators 0.9's, on the same samples from the same weights.
+
+python -m benchmarks.finetune trainers RUN/manifest.json --target-weights TARGET   # needs speculators
+
+Both read a run's real states from disk with their own loaders (speculators those that `datagen export`
+wrote), start from one fresh drafter, see every sample --repeats times, and take the same learning rate,
+schedule, batch tokens and depths. Rounds alternate. What is compared:
+
+supervised_tokens_per_s   by the clock, between steps, after the first ones (compilation); a sample's
+                          supervised tokens are counted alike for both: the trained rows of depth 1
+accept_len                of the drafter that comes out, by replay on the held-out samples
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from datagen.acceptance.metrics import accept_len
+from datagen.acceptance.replay import Replay
+from datagen.drafter.checkpoint import export_files, load_drafter, own_name
+from datagen.drafter.curves import read_metrics
+from datagen.drafter.dataset import ManifestSource
+from datagen.drafter.model import Drafter
+from datagen.drafter.packing import usable
+from datagen.drafter.rows import trained_counts
+from datagen.drafter.speculators import write_speculators
+from datagen.drafter.start import fresh_drafter
+from datagen.drafter.target import load_target
+from datagen.drafter.vocab import by_frequency
+from datagen.finetune import finetune, finetune_config
+
+LOG_EVERY = 5
+WARM_UP = 0.05
+PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its best one counts
+Result = dict[str, Any]
+
+
+def trainers(given: Namespace, folder: Path) -> Result:
+    """Run both, `--rounds` times each, in `folder`."""
+    depths, tokens = given.depths or 5, given.batch_tokens or 8192
+    source = ManifestSource(given.manifest)
+    target_dir = _target_directory(given)
+    target = load_target(target_dir)
+    size = min(given.draft_vocab, target.vocab_size)
+    words = by_frequency(
+        source.info.token_frequencies, size, target.vocab_size, source.info.stop_token_ids
+    )
+    start = fresh_drafter(source.info, target, words, 0)
+    init = folder / "init"
+    init.mkdir()
+    export_files(
+        init, start.config, start.state_dict(), target_type=target.model_type,
+        context_length=target.context_length, dtype="float32",
+    )  # fmt: skip
+    write_speculators(
+        folder / "peer-init", start.config, start.state_dict(), embed_VH=target.embed_VH,
+        target=str(target_dir), dtype="float32",
+    )  # fmt: skip
+    refs = source.index("train", 0)
+    rows = given.repeats * sum(trained_counts(r.n_tokens, r.n_context, 1)[0] for r in refs)
+    ratio = _peer_data(given, folder, len(refs), target_dir)
+    np.save(folder / "d2t.npy", words.d2t.numpy())
+    np.save(folder / "t2d.npy", words.t2d.numpy())
+    held = usable(source.index("heldout", 0), 1 << 30)
+    samples = [source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)]
+
+    def measured(drafter: Drafter) -> float:
+        replay = Replay(drafter, target.embed_VH.float(), steps=depths, device=given.device)
+        return float(accept_len([r.counts for r in replay.run(samples)]).value)
+
+    ours: list[Result] = []
+    theirs: list[Result] = []
+    for number in range(given.rounds):
+        ours.append(_ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths))
+        drafter = load_drafter(ours[-1].pop("final")).drafter
+        ours[-1]["accept_len"] = measured(drafter)
+        print(f"ours: {ours[-1]}", flush=True)
+        optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
+        theirs.append(
+            _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
+        )
+        weights = theirs[-1].pop("weights")
+        theirs[-1]["accept_len"] = measured(_as_drafter(weights, start))
+        print(f"speculators: {theirs[-1]}", flush=True)
+    speed = [
+        a["supervised_tokens_per_s"] / b["supervised_tokens_per_s"]
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    longest = [statistics.median(r["accept_len"] for r in ours)]
+    longest.append(max(r["accept_len"] for r in theirs))
+    wait = max(r["wait_share"] for r in ours)
+    return {
+        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
+        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
+        "draft_vocab": size, "accept_len_start": measured(start),
+        "ours": ours, "speculators": theirs,
+        "median_speed_ratio": statistics.median(speed),
+        "accept_len_ours": longest[0], "accept_len_speculators": longest[1],
+        "largest_wait_share": wait,
+        "passed": statistics.median(speed) > 1 and longest[0] >= longest[1] and wait < 0.05,
+    }  # fmt: skip
+
+
+def _target_directory(given: Namespace) -> Path:
+    if given.target_weights:
+        return Path(given.target_weights)
+    from datagen.embedded.weights import ensure_checkpoint
+
+    return ensure_checkpoint()
+
+
+def _ours(
+    given: Namespace, out: Path, init: Path, target: Path, tokens: int, depths: int
+) -> Result:
+    config = finetune_config(
+        manifest=str(given.manifest), weights=str(float(given.repeats)), out=str(out),
+        init=str(init), target_weights=str(target), device=given.device, allow_chance=True,
+        batch_tokens=tokens, depths=depths, learning_rate=given.learning_rate, warmup=WARM_UP,
+        log_every=LOG_EVERY, evaluate_every=100_000, checkpoint_every=100_000,
+        export_dtype="float32", threads=4, ahead=8, **json.loads(given.settings),
+    )  # fmt: skip
+    outcome = finetune(config, lambda text: print(text, flush=True))
+    records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
+    steady = records[len(records) // 3 :]
+    return {
+        "supervised_tokens_per_s": statistics.median(r["rows_per_s"] for r in steady),
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in steady),
+        "wait_share": statistics.median(r["wait_share"] for r in steady),
+        "steps": outcome.steps,
+        "predicted_accept_len": outcome.after["predicted_accept_len"],
+        "final": outcome.final,
+    }
+
+
+def _peer_data(given: Namespace, folder: Path, count: int, target: Path) -> float:
+    """Its data directory, every sample `--repeats` times, and one more for its validation split.
+
+    Returns the share of rows that train.
+    """
+    from datasets import concatenate_datasets, load_from_disk
+
+    once = folder / "once"
+    command = [sys.executable, "-m", "datagen.cli", "export", str(given.manifest)]
+    flags = ["--format", "speculators", "--split", "train", "--checkpoint", str(target)]
+    subprocess.run([*command, *flags, "--output", str(once)], check=True)
+    rows = load_from_disk(str(once))
+    assert len(rows) == count
+    every = concatenate_datasets([rows] * given.repeats + [rows.select([0])])
+    every.with_format("torch").save_to_disk(str(folder / "data"))
+    states = folder / "data" / "hidden_states"
+    states.mkdir()
+    for n in range(len(every)):
+        os.link(
+            once / "hidden_states" / f"hs_{n % count}.safetensors", states / f"hs_{n}.safetensors"
+        )
+    os.link(once / "token_freq.pt", folder / "data" / "token_freq.pt")
+    return (len(every) - 0.5) / len(every)
+
+
+def _theirs(
+    given: Namespace, folder: Path, number: int, optimizer: str, ratio: float, target: Path,
+    tokens: int, depths: int, rows: int,
+) -> Result:  # fmt: skip
+    """`speculators train` in a process of its own (finetune_peer.py stamps its steps)."""
+    cuda = given.device.startswith("cuda")
+    name = f"theirs-{number}"
+    out = folder / name
+    flags = {
+        "speculator-type": "eagle3", "verifier-name-or-path": str(target),
+        "from-pretrained": str(folder / "peer-init"), "data-path": str(folder / "data"),
+        "on-missing": "raise", "save-path": str(out), "log-dir": str(out / "logs"),
+        "total-seq-len": tokens, "train-data-ratio": repr(ratio), "epochs": 1,
+        "lr": given.learning_rate, "weight-decay": 0.0, "scheduler-type": "cosine",
+        "scheduler-warmup-ratio": WARM_UP, "ttt-steps": depths, "log-freq": LOG_EVERY,
+        "num-workers": 12 if cuda else 1, "seed": 0,
+        "draft-attn-impl": "simple_flex_attention" if cuda else "eager",
+        "loss-implementation": given.peer_loss, "draft-vocab-size": given.draft_vocab,
+        "d2t-path": str(folder / "d2t.npy"), "t2d-path": str(folder / "t2d.npy"),
+        "optimizer": optimizer,
+    }  # fmt: skip
+    stamps = folder / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.finetune_peer", str(stamps), str(LOG_EVERY)]
+    command += [f"--{flag}={value}" for flag, value in flags.items()]
+    subprocess.run(command, check=True, timeout=3600)
+    times = json.loads(stamps.read_text())
+    steps, marks = times["steps"], times["marks"]
+    marks = marks[len(marks) // 3 :]
+    windows = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks)]
+    found = sorted(out.rglob("model.safetensors"))
+    assert found, f"no checkpoint below {out}"
+    return {
+        "supervised_tokens_per_s": rows / steps / statistics.median(windows),
+        "steps": steps,
+        "optimizer": optimizer,
+        "windows_s": windows,
+        "weights": found[-1],
+    }
+
+
+def _as_drafter(weights: Path, start: Drafter) -> Drafter:
+    """Their checkpoint under our names; the verifier's tensors in it are the target's."""
+    tensors = {own_name(n): t for n, t in load_file(weights).items()}
+    drafter = Drafter(start.config)
+    wanted = drafter.state_dict()
+    drafter.load_state_dict({n: tensors[n].to(wanted[n].dtype) for n in wanted})
+    return drafter

@@ -1,0 +1,155 @@
+"""Small captures written by processes of their own: whole, private, counted, and never lost in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from datagen.capture.carrier import Carrier, Job, _message, serve
+from datagen.capture.spool import read_spool, spool_path
+from datagen.capture.writer import Limits, RowFormat, SpoolWriter
+
+FORMAT = RowFormat((1, 3), 4, "post", "BF16", "test 1")
+LIMITS = Limits(pending_bytes=1 << 20, min_free_bytes=1, threads=1, carried_bytes=1000)
+
+
+def rows(n: int, seed: int = 0) -> memoryview:
+    return memoryview(bytes((i * 7 + seed) % 256 for i in range(n * FORMAT.row_bytes)))
+
+
+def job(path: Path, n: int, seed: int = 0) -> Job:
+    data = rows(n, seed)
+    ids = b"".join(i.to_bytes(4, "little") for i in range(n))
+    cut = (n // 2) * FORMAT.row_bytes
+    return Job(
+        str(path), [data[:cut], data[cut:]], n, FORMAT.width, FORMAT.dtype, ids,
+        FORMAT.metadata(path.name), data.nbytes,
+    )  # fmt: skip
+
+
+class Told:
+    """What a carrier says is done."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def __call__(self, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+
+    def wait_for(self, n_bytes: int) -> None:
+        deadline = time.monotonic() + 30
+        while self.n_bytes < n_bytes:
+            assert time.monotonic() < deadline, f"{self.n_bytes} of {n_bytes}"
+            time.sleep(0.005)
+        assert self.n_bytes == n_bytes
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def carrier(told: Told) -> Iterator[Carrier]:
+    carrier = Carrier(told)
+    yield carrier
+    carrier.close()
+
+
+def test_captures_arrive_whole_and_private_and_are_counted(
+    carrier: Carrier, told: Told, tmp_path: Path
+) -> None:
+    jobs = [job(tmp_path / f"{i}.safetensors", 1 + i % 5, i) for i in range(40)]
+    for number, each in enumerate(jobs):
+        carrier.put(each)
+        if number == 20:
+            time.sleep(0.1)  # more than one message, and a pause
+    told.wait_for(sum(j.n_bytes for j in jobs))
+    for number, each in enumerate(jobs):
+        path = Path(each.path)
+        spooled = read_spool(path)
+        assert bytes(spooled.rows) == bytes(rows(1 + number % 5, number))
+        assert spooled.input_ids == tuple(range(1 + number % 5))
+        assert (spooled.rid, spooled.boundaries, spooled.hidden) == (path.name, (1, 3), 4)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(os.listdir(tmp_path)) == 40
+
+
+def test_a_write_that_fails_leaves_a_note_and_the_others_go_on(
+    carrier: Carrier, told: Told, tmp_path: Path
+) -> None:
+    bad, good = tmp_path / "bad.safetensors", tmp_path / "good.safetensors"
+    bad.mkdir()
+    carrier.put(job(bad, 2))
+    carrier.put(job(good, 3))
+    told.wait_for(5 * FORMAT.row_bytes)
+    assert "Error" in (tmp_path / "bad.safetensors.err").read_text()
+    assert read_spool(good).n_tokens == 3
+
+
+def test_when_a_process_dies_what_it_had_is_noted_and_what_follows_is_written(
+    carrier: Carrier, told: Told, tmp_path: Path
+) -> None:
+    children = [p.child for p in carrier._processes]
+    for child in children:
+        os.kill(child.pid, signal.SIGSTOP)  # takes, and does not answer
+    lost = tmp_path / "lost.safetensors"
+    carrier.put(job(lost, 4))
+    deadline = time.monotonic() + 30
+    while not any(p.under_way for p in carrier._processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+    told.wait_for(4 * FORMAT.row_bytes)
+    assert "is gone" in (tmp_path / "lost.safetensors.err").read_text()
+    assert not carrier.alive
+    carrier.put(job(tmp_path / "later.safetensors", 2))
+    told.wait_for(6 * FORMAT.row_bytes)
+    assert read_spool(tmp_path / "later.safetensors").n_tokens == 2
+
+
+def test_closing_publishes_what_is_queued_and_ends_the_processes(
+    told: Told, tmp_path: Path
+) -> None:
+    carrier = Carrier(told, processes=1)
+    for i in range(5):
+        carrier.put(job(tmp_path / f"{i}.safetensors", 3))
+    carrier.close()
+    assert told.n_bytes == 5 * 3 * FORMAT.row_bytes
+    assert [p.child.returncode for p in carrier._processes] == [0]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
+
+
+def test_a_message_that_ends_in_its_middle_leaves_no_file(tmp_path: Path) -> None:
+    whole = b"".join(bytes(p) for p in _message([job(tmp_path / "a.safetensors", 3)]))
+    cut = b"".join(bytes(p) for p in _message([job(tmp_path / "b.safetensors", 3)]))[:-1]
+    source, out = os.pipe()
+    heard, answers = os.pipe()
+    os.write(out, whole + cut)
+    os.close(out)
+    serve(source, answers)
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert os.read(heard, 100) == (3 * FORMAT.row_bytes).to_bytes(8, "little")
+    for fd in (source, heard, answers):
+        os.close(fd)
+
+
+def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path / "spool", LIMITS)
+    for rid, n in (("small", 4), ("large", 60)):
+        writer.hold(n * FORMAT.row_bytes)
+        writer.publish(rid, [rows(n)], n, bytes(4 * n), FORMAT)
+    deadline = time.monotonic() + 30
+    while writer.pending_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for rid, n in (("small", 4), ("large", 60)):
+        assert bytes(read_spool(spool_path(writer.directory, rid)).rows) == bytes(rows(n))
+    writer.close()
