@@ -41,11 +41,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import busy, most_in, synced_bytes_per_s, thread_seconds  # noqa: E402
 from benchmarks.sglang_server import Server, widen  # noqa: E402
 from datagen.collect.budget import ByteBudget  # noqa: E402
-from datagen.collect.conversation import Workshop, collect_prompt  # noqa: E402
+from datagen.collect.commits import Commits  # noqa: E402
+from datagen.collect.conversation import collect_prompt  # noqa: E402
 from datagen.collect.encoding import EncodePool  # noqa: E402
-from datagen.collect.job import MAX_QUEUED_COMMITS, REFIT_SAMPLES  # noqa: E402
+from datagen.collect.job import REFIT_SAMPLES  # noqa: E402
 from datagen.collect.opening import states_spec  # noqa: E402
 from datagen.collect.progress import Progress  # noqa: E402
+from datagen.collect.workshop import Workshop  # noqa: E402
 from datagen.config import MIB, CollectConfig, collect_config  # noqa: E402
 from datagen.fanout.dispatcher import Dispatcher  # noqa: E402
 from datagen.fanout.server import ServerSpec  # noqa: E402
@@ -119,7 +121,7 @@ async def capture_all(
         stack.callback(encoders.close)
         shop = Workshop(
             config=config, renderer=None,  # type: ignore[arg-type] # every prompt has its answer
-            dispatcher=dispatcher, committer=committer, commits=asyncio.Semaphore(MAX_QUEUED_COMMITS),
+            dispatcher=dispatcher, commits=Commits(committer),
             encoders=encoders, budget=ByteBudget(config.spool_mib * MIB),
             progress=Progress(time.monotonic),
             guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),

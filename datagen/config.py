@@ -13,6 +13,7 @@ from datagen.fanout.rows import Role
 from datagen.store.codecs import DEFAULT, REGISTRY
 from datagen.strict import StrictModel, parse
 from datagen.target.profile import Profile, SplitSampling, load_profile
+from datagen.target.tokens import Rendering as Rendering
 
 MIB = 1 << 20
 OnLength = Literal["keep", "reject", "longer"]
@@ -63,6 +64,7 @@ class CollectConfig(StrictModel):
     max_fault_rate: float = Field(default=0.05, ge=0, le=1)
     """Share of captures that guards may refuse before the run stops: the engine is at fault then."""
     drain_s: float = Field(default=60.0, ge=0)
+    rendering: Rendering = "auto"
     capture: CaptureConfig = CaptureConfig()
     dispatch: DispatchConfig = DispatchConfig()
     on_length: OnLength = "keep"
@@ -97,6 +99,7 @@ class CollectConfig(StrictModel):
             "hidden_size": self.profile.hidden_size,
             "stop_token_ids": list(self.profile.stop_token_ids),
             "thinking_kwarg": self.profile.thinking_kwarg,
+            **({"reasoning_end": end} if (end := self.profile.reasoning_end) else {}),
         }
 
 
@@ -125,6 +128,7 @@ def collect_config(
     loop_tokens: int = 256,
     metrics_port: int = 0,
     api_key: str = "",
+    rendering: str = "auto",
     capture_mode: str = "spool",
     final_endpoint: str = "",
     accept_risk: str = "",
@@ -135,8 +139,8 @@ def collect_config(
     both roles unless written `generate=URL` or `capture=URL`; empty is the profile's. `limit`,
     `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
     is the profile's. `max_concurrency`: 0 keeps within each server's CUDA graphs, a number is taken
-    at its word. `accept_risk`: checks that may be red, comma separated. Raises ConfigError,
-    ProfileError.
+    at its word. `rendering`: auto, ours or server. `accept_risk`: checks that may be red, comma
+    separated. Raises ConfigError, ProfileError.
     """
     profile = load_profile(target)
     urls, only = _endpoints(endpoints or profile.endpoint)
@@ -164,6 +168,7 @@ def collect_config(
             "partition_prompts": partition_prompts,
             "shard_mib": shard_mib,
             "spool_mib": spool_mib,
+            "rendering": rendering,
             "capture": {"mode": capture_mode, "final_endpoint": final_endpoint or None},
             "dispatch": {
                 "window": {

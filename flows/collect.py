@@ -14,7 +14,7 @@ from prefect.states import Failed
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from datagen.collect.job import CollectJob
-from datagen.config import OnLength, collect_config
+from datagen.config import OnLength, Rendering, collect_config
 from datagen.errors import DatagenError
 from flows.logs import flow_logger
 from flows.progress import RunView, rates
@@ -44,6 +44,7 @@ async def datagen(
     on_length: OnLength = "keep",
     loop_tokens: NonNegativeInt = 256,
     metrics_port: NonNegativeInt = 0,
+    rendering: Rendering = "auto",
     capture_mode: Literal["spool", "json"] = "spool",
     final_endpoint: str = "",
     accept_risk: str = "",
@@ -75,6 +76,7 @@ async def datagen(
         on_length: Answers cut at their limit are kept, rejected, or asked for longer.
         loop_tokens: Repeated tokens at an answer's end that make it a loop; 0 allows any.
         metrics_port: Where Prometheus may read, on 127.0.0.1; 0 is nowhere.
+        rendering: Whose token ids contexts have: ours, the server's, or auto (ours where they agree).
         capture_mode: How hidden states travel: through the spool, or as json for small runs.
         final_endpoint: With json, a second server that hands over the final state.
         accept_risk: Preflight checks that may be red, comma separated.
@@ -88,7 +90,8 @@ async def datagen(
             shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
             patience_s=patience_s, max_concurrency=max_concurrency, row_timeout_s=row_timeout_s,
             on_length=on_length, loop_tokens=loop_tokens, metrics_port=metrics_port,
-            capture_mode=capture_mode, final_endpoint=final_endpoint, accept_risk=accept_risk,
+            rendering=rendering, capture_mode=capture_mode, final_endpoint=final_endpoint,
+            accept_risk=accept_risk,
         )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)

@@ -89,6 +89,7 @@ def collect(
     ] = 256,
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0 is off.")] = 0,
     api_key: Annotated[str, typer.Option(envvar="DATAGEN_API_KEY", help="Bearer token.")] = "",
+    rendering: Annotated[str, typer.Option(help="Whose ids: ours, server, or auto.")] = "auto",
     capture_mode: Annotated[str, typer.Option(help="spool, or json for small runs.")] = "spool",
     final_endpoint: Annotated[
         str, typer.Option(help="json: a second server that hands over the final state.")
@@ -110,8 +111,8 @@ def collect(
         shard_mib=shard_mib, spool_mib=spool_mib, concurrency=concurrency, attempts=attempts,
         patience_s=patience_s, api_key=api_key, max_concurrency=max_concurrency,
         row_timeout_s=row_timeout_s, on_length=on_length, loop_tokens=loop_tokens,
-        metrics_port=metrics_port, capture_mode=capture_mode, final_endpoint=final_endpoint,
-        accept_risk=",".join(accept_risk or ()),
+        metrics_port=metrics_port, rendering=rendering, capture_mode=capture_mode,
+        final_endpoint=final_endpoint, accept_risk=",".join(accept_risk or ()),
     )  # fmt: skip
     import uvloop
 

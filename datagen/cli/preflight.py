@@ -30,6 +30,7 @@ def preflight(
     tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
     spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
+    rendering: Annotated[str, typer.Option(help="Whose ids: ours, server, or auto.")] = "auto",
     capture_mode: Annotated[str, typer.Option(help="spool, or json for small runs.")] = "spool",
     final_endpoint: Annotated[
         str, typer.Option(help="json: a second server that hands over the final state.")
@@ -50,8 +51,9 @@ def preflight(
 
     config = collect_config(
         run=run, target=target, endpoints=endpoints, runs_dir=runs_dir, tokenizer=tokenizer,
-        spool_mib=spool_mib, concurrency=concurrency, capture_mode=capture_mode,
-        final_endpoint=final_endpoint, api_key=api_key, accept_risk=",".join(accept_risk or ()),
+        spool_mib=spool_mib, concurrency=concurrency, rendering=rendering,
+        capture_mode=capture_mode, final_endpoint=final_endpoint, api_key=api_key,
+        accept_risk=",".join(accept_risk or ()),
     )  # fmt: skip
     with err.status("asking the servers"):
         places = asyncio.run(

@@ -10,57 +10,25 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from datagen.collect.answers import fault
-from datagen.collect.budget import ByteBudget
-from datagen.collect.commits import Commits
-from datagen.collect.encoding import EncodePool
-from datagen.collect.progress import Progress
-from datagen.config import CollectConfig
+from datagen.collect.context import Context
+from datagen.collect.workshop import Workshop
 from datagen.errors import StatesFaulty
-from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
-from datagen.fanout.lengths import LengthModel
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
-from datagen.prompts.turns import context_messages, split_turns
-from datagen.store.guards import Guards, examine
+from datagen.prompts.turns import answer_message, context_messages, split_turns
+from datagen.store.guards import examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
-from datagen.target.client import Generation, SGLangClient
+from datagen.target.client import Generation
 from datagen.target.failures import RowFailure
 from datagen.target.states import Captured, capture_rows
-from datagen.target.tokens import Renderer
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """What every conversation of a run shares."""
-
-    config: CollectConfig
-    renderer: Renderer
-    dispatcher: Dispatcher
-    commits: Commits
-    encoders: EncodePool
-    budget: ByteBudget
-    progress: Progress
-    guards: Guards
-    context_length: int
-    final: SGLangClient | None = None
-    """A second server, for the final state alone."""
-    lengths: LengthModel = field(default_factory=LengthModel)
-
-    async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
-        """Run `action` on the writer thread; returns once its rows are durable."""
-        return await self.commits.run(store, action)
+from datagen.target.tokens import Message
 
 
 def row_seed(run_seed: int, prompt_id: str, turn: int, refused: int = 0) -> int:
@@ -76,7 +44,8 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
     """Bring every turn of `prompt` to collected or rejected. Raises what must stop the run."""
     segments = split_turns(json.loads(prompt.messages))
     tools = json.loads(prompt.tools) if prompt.tools else None
-    answers: list[str] = []
+    answers: list[Message] = []
+    profile = shop.config.profile
     sticky: str | None = None
     async with asyncio.TaskGroup() as captures:
         for turn in range(prompt.n_turns):
@@ -84,11 +53,16 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
             if outcome is Outcome.REJECTED and not store.has_response(prompt.prompt_id, turn):
                 break  # its later turns were rejected with it
             if outcome is Outcome.PENDING:
-                ids = shop.renderer.render(
-                    context_messages(segments, answers, turn), tools, prompt.thinking
+                context = Context(
+                    context_messages(segments, answers, turn),
+                    tools,
+                    prompt.thinking,
+                    profile.thinking_kwarg,
                 )
+                if shop.renderer is not None:
+                    context.render(shop.renderer)
                 try:
-                    response = await _respond(shop, store, prompt, turn, ids, sticky)
+                    response = await _respond(shop, store, prompt, turn, context, sticky)
                 except Rejected as e:
                     await _reject(shop, store, prompt, turn, "generate", e)
                     break
@@ -96,7 +70,11 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
                 response = await shop.commit(
                     store, partial(PartitionStore.response, prompt_id=prompt.prompt_id, turn=turn)
                 )
-            answers.append(response.text)
+            answers.append(
+                answer_message(
+                    response.text, reasoning_end=profile.reasoning_end, thinking=prompt.thinking
+                )
+            )
             sticky = response.endpoint
             if store.outcome(prompt.prompt_id, turn) is Outcome.RESPONDED:
                 captures.create_task(_capture(shop, store, prompt, response))
@@ -108,43 +86,48 @@ async def _respond(
     store: PartitionStore,
     prompt: PlannedPrompt,
     turn: int,
-    ids: list[int],
+    context: Context,
     sticky: str | None,
 ) -> Response:
-    """Have the target answer `ids`, and store the response. Raises Rejected."""
-    config = shop.config
-    room = shop.context_length - len(ids) - 1
-    if prompt.max_new_tokens > room:
-        raise Rejected(
-            "over_context",
-            f"{len(ids)} context tokens and {prompt.max_new_tokens} new ones exceed "
-            f"{shop.context_length}",
-            0,
-        )
+    """Have the target answer `context`, and store the response. Raises Rejected."""
+    config, limit = shop.config, prompt.max_new_tokens
+    if context.ids is not None and (excess := _excess(shop, context.ids, limit)):
+        raise Rejected("over_context", excess, 0)
     kind = f"{prompt.source}/{prompt.thinking}"
-    limits = [prompt.max_new_tokens]
-    if config.on_length == "longer":
-        limits.append(min(2 * prompt.max_new_tokens, room))
-    for limit in limits:
-        seed, answered = await _ask(shop, prompt, turn, ids, sticky, kind, limit)
-        if answered.value.finish_reason != "length":
-            break
+    seed, answered = await _ask(shop, prompt, turn, context, sticky, kind, limit)
+    if answered.value.finish_reason == "length":
         shop.progress.cut_by_length += 1
+        if config.on_length == "longer":
+            limit = min(2 * limit, _room(shop, context.known_ids))
+            seed, answered = await _ask(shop, prompt, turn, context, sticky, kind, limit)
+            shop.progress.cut_by_length += answered.value.finish_reason == "length"
     said = answered.value
     shop.lengths.observe(kind, len(said.output_ids))
     if said.finish_reason == "length" and config.on_length == "reject":
         raise Rejected("cut_by_length", f"{len(said.output_ids)} tokens", answered.attempts)
-    response = _response_of(prompt, turn, ids, seed, answered)
+    response = _response_of(prompt, turn, context.known_ids, seed, answered)
     await shop.commit(store, lambda s: s.add_response(response))
     shop.progress.generated(len(said.output_ids))
     return response
+
+
+def _room(shop: Workshop, ids: list[int]) -> int:
+    """Tokens that an answer to `ids` may have at most."""
+    return shop.context_length - len(ids) - 1
+
+
+def _excess(shop: Workshop, ids: list[int], limit: int) -> str | None:
+    """Why an answer of `limit` tokens does not fit behind `ids`; None when it does."""
+    if limit <= _room(shop, ids):
+        return None
+    return f"{len(ids)} context tokens and {limit} new ones exceed {shop.context_length}"
 
 
 async def _ask(
     shop: Workshop,
     prompt: PlannedPrompt,
     turn: int,
-    ids: list[int],
+    context: Context,
     sticky: str | None,
     kind: str,
     limit: int,
@@ -158,6 +141,9 @@ async def _ask(
 
     async def ask(endpoint: Endpoint) -> Generation:
         nonlocal refused, seed
+        ids = await context.ids_at(endpoint)
+        if excess := _excess(shop, ids, limit):
+            raise RowFailure("over_context", excess, permanent=True)
         seed = row_seed(config.seed, prompt.prompt_id, turn, refused) if drawn else None
         said = await endpoint.generate(
             ids,

@@ -12,7 +12,7 @@ from typing import Any
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
-from datagen.collect.conversation import Workshop, collect_prompt
+from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
 from datagen.collect.endings import first_cause
@@ -29,8 +29,9 @@ from datagen.collect.opening import (
     states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
-from datagen.collect.proof import proof_record, prove_host, prove_servers
+from datagen.collect.proof import proof_record, prove_host, prove_servers, rendering_of
 from datagen.collect.servers import server_specs
+from datagen.collect.workshop import Workshop
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
@@ -97,7 +98,8 @@ class CollectJob:
             stack.enter_context(RunLock(layout.lock))
             stored = Fingerprint.load(layout.fingerprint) if layout.fingerprint.exists() else None
             if stored is not None:
-                with_stored_target(offline, stored).require_same(stored, layout.root)
+                known = with_stored_target(offline, stored, config.rendering)
+                known.require_same(stored, layout.root)
             if stored is not None and layout.manifest.exists():
                 job = cls._finished(config, layout, stored, notify)
             else:
@@ -155,7 +157,10 @@ class CollectJob:
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         proof.append(prove_host(config, layout, plan, notify))
-        fingerprint = complete_fingerprint(offline, servers, renderer.digest, plan.digest)
+        rendering = rendering_of(proof)
+        fingerprint = complete_fingerprint(
+            offline, servers, renderer.digest, rendering, plan.digest
+        )
         if stored is None:
             write_atomic(layout.run_yaml, run_yaml(config))
             fingerprint.save(layout.fingerprint)
@@ -172,7 +177,7 @@ class CollectJob:
         job.preflight = proof_record(config, proof)
         job._shop = Workshop(
             config=config,
-            renderer=renderer,
+            renderer=renderer if rendering == "ours" else None,
             dispatcher=dispatcher,
             commits=Commits(committer),
             encoders=encoders,

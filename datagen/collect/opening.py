@@ -140,7 +140,11 @@ def manifest_header(
         run=config.run.name,
         code_version=version("datagen"),
         fingerprint=fingerprint.digest,
-        target={**fingerprint.fields["target"], "licence": profile.licence},
+        target={
+            **fingerprint.fields["target"],
+            "rendering": preflight["rendering"],
+            "licence": profile.licence,
+        },
         sampling=config.sampling.model_dump(mode="json"),
         settings=config.content,
         states=StatesEntry(

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from datagen.collect.opening import load_renderer
 from datagen.config import MIB, CollectConfig
 from datagen.embedded.weights import ensure_checkpoint
-from datagen.errors import EndpointDown
+from datagen.errors import EndpointDown, PreflightRed
 from datagen.fanout.rows import Role
 from datagen.prompts.estimate import CODEC_RATIOS, USUAL_ANSWER_TOKENS
 from datagen.store.layout import RunLayout
@@ -28,6 +28,7 @@ from datagen.target.tokens import Renderer
 from datagen.target.weights import Checkpoint
 
 Notify = Callable[[str], None]
+RenderedBy = Literal["ours", "server"]
 HERE = "this machine"
 WINDOW_FILES = 2  # of a request in flight: its socket, and a spool file for a moment
 
@@ -106,11 +107,27 @@ def stored_bytes(layout: RunLayout) -> int:
     return sum(f.stat().st_size for f in layout.root.glob("partitions/*/states-*"))
 
 
+def rendering_of(places: Sequence[ServerChecks]) -> RenderedBy:
+    """Who renders the contexts of the run. Raises PreflightRed when its servers render differently."""
+    if all(p.rendering == "ours" for p in places):
+        return "ours"
+    first, *others = [p for p in places if p.rendered_sha256 is not None]
+    for other in others:
+        if other.rendered_sha256 != first.rendered_sha256:
+            raise PreflightRed(
+                f"its chat endpoint renders the probe conversations otherwise than {first.where} does",
+                where=other.where,
+                fix="serve all endpoints with one version of SGLang and one chat template",
+            )
+    return "server"
+
+
 def proof_record(config: CollectConfig, places: Sequence[ServerChecks]) -> dict[str, Any]:
     """What the manifest keeps of preflight."""
     red = {r.name for p in places for r in p.reds()}
     return {
         "accepted_risks": sorted(red & set(config.accept_risk)),
+        "rendering": rendering_of(places),
         "places": [p.as_dict() for p in places],
     }
 
@@ -156,6 +173,8 @@ async def _checked(
         checkpoint=await _checkpoint(config, client),
         spool_bytes=config.spool_mib * MIB,
         captures=bool(config.role(client.url) & Role.CAPTURE),
+        generates=bool(config.role(client.url) & Role.GENERATE),
+        rendering=config.rendering,
     )
     return await check_server(subject, effort)
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from datagen.embedded.chat import ChatTemplate, completion, native_body
+from datagen.embedded.chat import ChatTemplate, completion, native_body, tokenized
 from datagen.embedded.engine import Engine
 from datagen.embedded.requests import BadRequest, Request, parse_generate
 from datagen.embedded.sampling import SamplingParams
@@ -49,6 +49,7 @@ class Server:
             app.router.add_get(path, self.model_info)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/tokenize", self.tokenize)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_route("*", "/flush_cache", self.flush_cache)
         return app
@@ -127,10 +128,20 @@ class Server:
         (done,) = await self._run(requests)
         return _json(completion(self._answer(done), asked["input_ids"], body))
 
+    async def tokenize(self, http: web.Request) -> web.Response:
+        """The ids of a conversation, as `chat` renders it, without a forward pass."""
+        return _json(self._tokenized(await _body(http)))
+
+    def _tokenized(self, body: Any) -> dict[str, Any]:
+        return tokenized(body, self._known_template(), self._engine.context_length)
+
     def _chat_request(self, body: Any) -> dict[str, Any]:
+        return native_body(body, self._known_template())
+
+    def _known_template(self) -> ChatTemplate:
         if self._template is None:
             raise BadRequest("This server has no chat template.")
-        return native_body(body, self._template)
+        return self._template
 
     def _parsed(self, body: Any) -> tuple[list[Request], bool]:
         return parse_generate(

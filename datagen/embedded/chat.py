@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, as far as a client needs it that compares its rendering with the server's.
+"""`/v1/chat/completions` and `/v1/tokenize`, as far as a client needs them that asks for renderings.
 
 The checkpoint's chat template runs in a sandbox of its own; whoever renders with transformers is thereby
 compared with other code than itself.
@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from datagen.embedded.requests import BadRequest
 from datagen.errors import ConfigError
 
-TAKEN = {
-    "model", "messages", "tools", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed",
-    "stop", "chat_template_kwargs", "return_token_ids", "rid", "stream",
+RENDERED = {"model", "messages", "tools", "chat_template_kwargs"}
+TAKEN = RENDERED | {
+    "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "return_token_ids",
+    "rid", "stream",
 }  # fmt: skip
 
 
@@ -71,6 +72,71 @@ class ChatTemplate:
         return ids
 
 
+def tokenized(body: Any, template: ChatTemplate, context_length: int) -> dict[str, Any]:
+    """The answer of `/v1/tokenize` to messages. Raises BadRequest."""
+    if not isinstance(body, dict):
+        raise BadRequest("The request body must be a JSON object.")
+    unknown = body.keys() - RENDERED
+    if unknown:
+        raise BadRequest(f"The field '{min(unknown)}' is not supported by this server.")
+    ids = rendered(body, template)
+    return {"tokens": ids, "count": len(ids), "max_model_len": context_length}
+
+
+def rendered(body: dict[str, Any], template: ChatTemplate) -> list[int]:
+    """The ids of a conversation. Raises BadRequest."""
+    messages, extra = body.get("messages"), body.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise BadRequest("messages must be a list of objects.")
+    if not messages or not isinstance(extra, dict):
+        raise BadRequest("messages must not be empty, chat_template_kwargs must be an object.")
+    tools = body.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise BadRequest("tools must be a list of objects.")
+    return template.ids(
+        [_message(m) for m in messages], [_tool(t) for t in tools] if tools else None, extra
+    )
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as SGLang hands it to the template: arguments of tool calls as objects, no nulls."""
+    plain = {k: v for k, v in message.items() if v is not None}
+    plain.setdefault("content", "")
+    if plain.get("role") != "assistant" or not isinstance(plain.get("tool_calls"), list):
+        return plain
+    try:
+        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        raise BadRequest(f"tool_calls cannot be read: {e!r}") from e
+    return plain
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": call["function"].get("name"), "arguments": call["function"]["arguments"]}
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {
+        "id": call.get("id"),
+        "index": call.get("index"),
+        "type": "function",
+        "function": function,
+    }
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A tool as SGLang 0.5.23 hands it to the template: keys as sent, then the ones it knows of."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("tools must hold functions with a name.")
+    known = {k: function.get(k) for k in ("description", "name", "parameters")}
+    sent = {k: v for k, v in function.items() if k in known or (k == "strict" and v is not None)}
+    return {
+        "type": "function",
+        "function": sent | {k: v for k, v in known.items() if k not in sent},
+        "defer_loading": tool.get("defer_loading"),
+    }
+
+
 def native_body(body: Any, template: ChatTemplate) -> dict[str, Any]:
     """The `/generate` request that a chat request amounts to. Raises BadRequest."""
     if not isinstance(body, dict):
@@ -78,11 +144,6 @@ def native_body(body: Any, template: ChatTemplate) -> dict[str, Any]:
     unknown = body.keys() - TAKEN
     if unknown:
         raise BadRequest(f"The field '{min(unknown)}' is not supported by this server.")
-    messages, extra = body.get("messages"), body.get("chat_template_kwargs") or {}
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise BadRequest("messages must be a list of objects.")
-    if not messages or not isinstance(extra, dict):
-        raise BadRequest("messages must not be empty, chat_template_kwargs must be an object.")
     params: dict[str, Any] = {
         "max_new_tokens": body.get("max_completion_tokens") or body.get("max_tokens"),
         "temperature": body.get("temperature", 1.0),
@@ -92,7 +153,7 @@ def native_body(body: Any, template: ChatTemplate) -> dict[str, Any]:
     }
     return {
         "rid": body.get("rid"), "stream": body.get("stream"), "sampling_params": params,
-        "input_ids": template.ids(messages, body.get("tools"), extra),
+        "input_ids": rendered(body, template),
     }  # fmt: skip
 
 

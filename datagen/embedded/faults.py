@@ -27,24 +27,30 @@ VARIABLE = "DATAGEN_EMBEDDED_FAULT"
 FAULTS = (
     "final_only", "shifted_rows", "wrong_norm", "boundary_shift", "radix_hidden_rows",
     "chunk_lost_rows", "other_model", "speculative", "plugin_missing", "plugin_other_version",
-    "spool_elsewhere", "disk_full", "thinking_ignored",
+    "spool_elsewhere", "disk_full", "thinking_ignored", "tokenize_differs",
 )  # fmt: skip
+VARIANTS = ("tools_as_typescript",)
+"""Right, but otherwise than a client would guess."""
 
 
 class Parts:
     """The classes that a server is built of, one of them replaced by a wrong one."""
 
     def __init__(self, fault: str) -> None:
-        """`fault`: one of FAULTS, or empty. Raises ConfigError."""
-        if fault and fault not in FAULTS:
-            raise ConfigError(f"unknown fault '{fault}'", where=VARIABLE, fix=", ".join(FAULTS))
+        """`fault`: one of FAULTS or VARIANTS, or empty. Raises ConfigError."""
+        known = (*FAULTS, *VARIANTS)
+        if fault and fault not in known:
+            raise ConfigError(f"unknown fault '{fault}'", where=VARIABLE, fix=", ".join(known))
         self.fault = fault
         models = {"wrong_norm": BeforeNorm, "boundary_shift": OneLayerOn}
         spools = {
             "final_only": FinalOnly, "shifted_rows": Shifted, "plugin_other_version": OtherVersion,
             "spool_elsewhere": Elsewhere, "radix_hidden_rows": PrefixHidden,
         }  # fmt: skip
-        servers = {"plugin_missing": WithoutPlugin, "thinking_ignored": AlwaysThinking}
+        servers = {
+            "plugin_missing": WithoutPlugin, "thinking_ignored": AlwaysThinking,
+            "tools_as_typescript": InTypescript, "tokenize_differs": OtherTokenize,
+        }  # fmt: skip
         self.model: type[Llama] = models.get(fault, Llama)
         self.spool: type[SpoolWriter] = spools.get(fault, SpoolWriter)
         self.engine: type[Engine] = LastChunkOnly if fault == "chunk_lost_rows" else Engine
@@ -163,4 +169,45 @@ class AlwaysThinking(Server):
     """A server whose template never hears of the switch."""
 
     def _chat_request(self, body: Any) -> dict[str, Any]:
-        return super()._chat_request({k: v for k, v in body.items() if k != "chat_template_kwargs"})
+        return super()._chat_request(_without(body, "chat_template_kwargs"))
+
+    def _tokenized(self, body: Any) -> dict[str, Any]:
+        return super()._tokenized(_without(body, "chat_template_kwargs"))
+
+
+class InTypescript(Server):
+    """Kimi-K2.5's way: code beside the template declares tools as types, which the template takes."""
+
+    def _chat_request(self, body: Any) -> dict[str, Any]:
+        return super()._chat_request(_declared(body))
+
+    def _tokenized(self, body: Any) -> dict[str, Any]:
+        return super()._tokenized(_declared(body))
+
+
+class OtherTokenize(InTypescript):
+    """Its tokenize route is not the rendering of its chats."""
+
+    def _tokenized(self, body: Any) -> dict[str, Any]:
+        return Server._tokenized(self, body)
+
+
+def _without(body: dict[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in body.items() if k != name}
+
+
+def _declared(body: dict[str, Any]) -> dict[str, Any]:
+    """The body, with its tools as TypeScript in `tools_ts_str`."""
+    if not body.get("tools"):
+        return body
+    lines = ["namespace functions {"]
+    for function in (tool["function"] for tool in body["tools"]):
+        fields = function.get("parameters", {}).get("properties", {})
+        inner = "".join(
+            f"  // {field.get('description', '')}\n  {name}: {field.get('type', 'any')},\n"
+            for name, field in sorted(fields.items())
+        )
+        lines.append(f"// {function.get('description', '')}")
+        lines.append(f"type {function['name']} = (_: {{\n{inner}}}) => any;")
+    extra = {**(body.get("chat_template_kwargs") or {}), "tools_ts_str": "\n".join([*lines, "}"])}
+    return {**body, "chat_template_kwargs": extra}

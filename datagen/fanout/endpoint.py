@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from datagen.target.client import Capture, Generation
 from datagen.target.load import ServerLoad
 from datagen.target.profile import Sampling
+from datagen.target.tokens import Message
 
 
 class Endpoint(Protocol):
@@ -37,6 +38,15 @@ class Endpoint(Protocol):
         seed: int | None,
     ) -> Generation:
         """Answer a context; raises RowFailure, CapacityFailure, EndpointFailure."""
+        ...
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The ids to which the server renders a conversation; raises as `generate`."""
         ...
 
     async def capture_states(self, input_ids: Sequence[int], *, rid: str) -> NDArray[np.float32]:

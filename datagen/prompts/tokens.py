@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -18,14 +17,14 @@ import orjson
 from datagen.prompts.cache import cache_key, load_arrays, save_arrays
 from datagen.prompts.mix import Mix
 from datagen.prompts.population import I64, Population
-from datagen.prompts.turns import context_messages, split_turns
+from datagen.prompts.turns import answer_message, context_messages, split_turns
 from datagen.target.profile import Profile
+from datagen.target.refusals import REFUSALS
 from datagen.target.tokens import Conversation
 
 UNKNOWN, REFUSED = -1, -2
 SAVE_EVERY = 50_000
 CHARS_AT_A_TIME = 1 << 20
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class TokenCounter(Protocol):
@@ -126,7 +125,7 @@ class TokenLedger:
 
 def _whole_context(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     segments = split_turns(messages)
-    return context_messages(segments, [""] * (len(segments) - 1), len(segments) - 1)
+    return context_messages(segments, [answer_message("")] * (len(segments) - 1), len(segments) - 1)
 
 
 class Fit:

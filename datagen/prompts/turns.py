@@ -7,6 +7,7 @@ that led to it; the answer is then generated after the results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -33,10 +34,28 @@ def split_turns(messages: list[Message]) -> list[list[Message]]:
     return segments
 
 
-def context_messages(segments: list[list[Message]], answers: list[str], turn: int) -> list[Message]:
+def answer_message(
+    text: str, *, reasoning_end: str | None = None, thinking: bool | None = None
+) -> Message:
+    """An answer of the target as the next turn's context holds it: what a client would send back.
+
+    As SGLang's reasoning parsers split it: what stands before `reasoning_end` (`</think>`; models that
+    write `<think>` themselves lose it) is reasoning, which the template keeps or drops; without that mark
+    a thinking answer was cut while it reasoned.
+    """
+    if reasoning_end is None or thinking is False:
+        return {"role": "assistant", "content": text}
+    start = reasoning_end.replace("/", "", 1)
+    reasoning, _, said = text.removeprefix(start).partition(reasoning_end)
+    return {"role": "assistant", "content": said, "reasoning_content": reasoning}
+
+
+def context_messages(
+    segments: list[list[Message]], answers: Sequence[Message], turn: int
+) -> list[Message]:
     """The messages that turn `turn` is asked with: segments 0..turn, each earlier one answered."""
     messages = list(segments[0])
     for answer, segment in zip(answers[:turn], segments[1 : turn + 1], strict=True):
-        messages.append({"role": "assistant", "content": answer})
+        messages.append(answer)
         messages.extend(segment)
     return messages

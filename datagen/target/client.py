@@ -30,10 +30,12 @@ from datagen.errors import EndpointDown
 from datagen.target.answers import Capture as Capture
 from datagen.target.answers import Generation as Generation
 from datagen.target.answers import capture_of, failure_of, generation_of, message_of
+from datagen.target.chat import chat_body, prompt_ids_of
 from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
 from datagen.target.profile import Sampling
+from datagen.target.tokens import Message
 
 ABORT_GRACE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
@@ -227,13 +229,38 @@ class SGLangClient:
         """One `/generate` call with fields of one's own; the answer as it came. Raises as `generate`."""
         return await self._row({"rid": rid, **body}, rid)
 
-    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """One `/v1/chat/completions` call; the answer as it came. Raises as `generate`."""
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The ids to which the server renders a conversation and the generation prompt after it.
+
+        `/v1/tokenize`: the rendering of its chat endpoint, without a forward pass. `kwargs`: of the
+        template. Raises as `generate`.
+        """
+        body = chat_body(messages, tools, kwargs)
+        try:
+            answer = await self._control("POST", "/v1/tokenize", body)
+        except TimeoutError as e:
+            waited = f"no rendering in {self.timeouts.control:.0f} s"
+            raise EndpointFailure("row_timeout", waited) from e
+        return prompt_ids_of(answer, "tokens")
+
+    async def chat_prompt_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The ids that the model was given for a chat of one token. Raises as `generate`."""
+        asked = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        body = {**chat_body(messages, tools, kwargs), **asked}
         async with asyncio.timeout(self.timeouts.row):
             answer = await self._request("POST", "/v1/chat/completions", body)
-        if not isinstance(answer, dict):
-            raise RowFailure("malformed_answer", repr(answer)[:200])
-        return answer
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        return prompt_ids_of(choices[0] if choices else None, "prompt_token_ids")
 
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""

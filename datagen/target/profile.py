@@ -70,6 +70,8 @@ class Profile(StrictModel):
     capture_dtype: Literal["BF16", "F16", "F32"] = "BF16"
     stop_token_ids: tuple[int, ...] = Field(min_length=1)
     thinking_kwarg: str | None = None
+    reasoning_end: str | None = None
+    """Text that ends the reasoning of an answer; later turns get what follows it as the answer."""
     trust_remote_code: bool = False
     max_new_tokens: int = Field(gt=0)
     sampling: SplitSampling

@@ -5,16 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from datagen.errors import ConfigError
 
 Message = dict[str, Any]
 Conversation = tuple[list[Message], list[dict[str, Any]] | None, bool | None]
+Rendering = Literal["auto", "ours", "server"]
+"""Whose token ids a context has: rendered here, by the server, or here unless the server's differ."""
 IDENTITY_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model",
     "special_tokens_map.json",
 )  # fmt: skip
+
+
+def template_kwargs(thinking_kwarg: str | None, thinking: bool | None) -> dict[str, Any]:
+    """What a template is told beside the messages: the thinking switch, where it is set."""
+    if thinking_kwarg is None or thinking is None:
+        return {}
+    return {thinking_kwarg: thinking}
 
 
 class Renderer(Protocol):
@@ -92,9 +101,7 @@ class TemplateRenderer:
     def _text(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool | None
     ) -> str:
-        extra: dict[str, Any] = {}
-        if self._thinking_kwarg is not None and thinking is not None:
-            extra[self._thinking_kwarg] = thinking
+        extra = template_kwargs(self._thinking_kwarg, thinking)
         text: str = self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **extra
         )

@@ -222,3 +222,32 @@ def test_the_servers_papers_name_model_and_limits(url: str) -> None:
     assert info["max_running_requests"] > 0
     with urllib.request.urlopen(f"{url}/model_info", timeout=10) as answer:
         assert json.load(answer)["is_generation"] is True
+
+
+def test_tokenize_gives_the_ids_of_a_chat_without_answering_it(url: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "Name three rivers."}]}
+    status, tokenized = post(url, "/v1/tokenize", asked)
+    chat = post(url, "/v1/chat/completions", {**asked, "max_tokens": 1, "return_token_ids": True})[
+        1
+    ]
+    assert status == 200
+    assert tokenized["tokens"] == chat["choices"][0]["prompt_token_ids"]
+    assert tokenized["count"] == len(tokenized["tokens"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": []},
+        {"messages": "hello"},
+        {"prompt": "hello"},
+        {"tools": [{"function": {}}]},
+        {"tools": "tide"},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+    ],
+)
+def test_a_conversation_that_cannot_be_rendered_is_a_400(url: str, change: dict[str, Any]) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hello."}], **change}
+    status, answer = post(url, "/v1/tokenize", asked)
+    assert status == 400
+    assert answer["error"]["message"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datagen.prompts.turns import context_messages, split_turns
+from datagen.prompts.turns import answer_message, context_messages, split_turns
 
 
 def said(role: str, content: str = "x", **more: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def test_the_answer_comes_after_the_results_of_a_recorded_call() -> None:
     skeleton = [said("user", "a"), CALL, RESULT, said("user", "b")]
     segments = split_turns(skeleton)
     assert segments == [skeleton[:3], skeleton[3:]]
-    assert context_messages(segments, ["now"], 1) == [
+    assert context_messages(segments, [answer_message("now")], 1) == [
         *skeleton[:3], said("assistant", "now"), skeleton[3],
     ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_segments_in_order_are_the_skeleton_and_contexts_grow_by_one_answer(
     assert len(segments) == len(pieces)
     answers = [f"answer {i}" for i in range(len(segments))]
     for turn in range(len(segments)):
-        context = context_messages(segments, answers, turn)
+        context = context_messages(segments, [answer_message(a) for a in answers], turn)
         spoken = [m["content"] for m in context if m["content"].startswith("answer")]
         assert spoken == answers[:turn]
         assert context[-1]["role"] in ("user", "tool")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import urllib.error
 import urllib.request
@@ -51,9 +52,14 @@ def capture(url: str, ids: Sequence[int], rid: str = "", **body: Any) -> tuple[i
     return generate(url, ids, sampling_params=params, **body)
 
 
+@functools.cache
+def renderer() -> TemplateRenderer:
+    """SmolLM2's, loaded once."""
+    return TemplateRenderer(ensure_checkpoint())
+
+
 def conversations(n: int, longest: int) -> list[list[int]]:
     """`n` different contexts of real text through the chat template, 20 to `longest` tokens."""
-    renderer = TemplateRenderer(ensure_checkpoint())
     texts = [
         line.strip()
         for name in ("README.md", "docs/architecture.md", "prompts/README.md", "LICENSE")
@@ -63,7 +69,7 @@ def conversations(n: int, longest: int) -> list[list[int]]:
     found = []
     for i in range(n):
         text = f"Note {i}. " + "\n".join(texts[(i * 7 + k) % len(texts)] for k in range(1 + i % 4))
-        ids = renderer.render([{"role": "user", "content": text}], None, None)
+        ids = renderer().render([{"role": "user", "content": text}], None, None)
         found.append(ids[: 20 + (i * 53) % (longest - 19)])
     return found
 

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from tests.tiny import VOCAB, write_tiny_checkpoint
 
 LAYERS, HIDDEN, HEADS, Q_RANK, FFN, EXPERT_FFN, EXPERTS = 61, 64, 2, 32, 96, 32, 4
-# equal, so that SGLang's torch-native attention, which takes the latent cache for keys, has shapes that fit
-KV_RANK = NOPE = ROPE = VALUE = 16
+KV_RANK, NOPE, ROPE, VALUE = 32, 16, 8, 24  # all different: no mix-up of them has shapes that fit
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
     "hidden_size": HIDDEN, "intermediate_size": FFN, "moe_intermediate_size": EXPERT_FFN,
@@ -32,6 +31,33 @@ CONFIG: dict[str, Any] = {
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
 }  # fmt: skip
+
+
+ABSORBED_MLA = '''
+"""For tests on a CPU: SGLang's own absorbed MLA for every pass of its torch-native attention."""
+
+
+def register():
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+'''
+"""A plugin of SGLang. Its torch-native attention reads keys and values from the cache alone. Without a
+handler of its own it falls to the one of Triton, which lets a prefill without a prefix hand over per-head
+keys and values (MHA): these are ignored, and the latents of the cache are taken for them. The absorbed
+method, which reads latents, is SGLang's too; it runs decodes, and prefills behind a prefix, everywhere.
+"""
+
+
+def install_absorbed_mla(site: Path) -> str:
+    """Put the plugin where a server finds it; returns its name for $SGLANG_PLUGINS."""
+    name = "datagen_test_absorbed_mla"
+    (site / f"{name}.py").write_text(ABSORBED_MLA)
+    about = site / f"{name}-1.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    return name
 
 
 def write_tiny_deepseek(directory: Path) -> Path:
@@ -77,7 +103,7 @@ def write_tiny_deepseek(directory: Path) -> Path:
             continue
         tensors |= {
             f"{p}.mlp.gate.weight": drawn(EXPERTS, HIDDEN),
-            f"{p}.mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS),
+            f"{p}.mlp.gate.e_score_correction_bias": drawn(EXPERTS, scale=0.1).float(),
         }
         for name in (*(f"experts.{e}" for e in range(EXPERTS)), "shared_experts"):
             tensors |= mlp(f"{p}.mlp.{name}", EXPERT_FFN)

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from datagen.capture.spool import PROTOCOL, discard, read_spool, spool_path
-from datagen.embedded.weights import ensure_checkpoint
-from datagen.target.checks.probes import RENDERED
+from datagen.target.checks.renderings import TALKED
 from datagen.target.profile import Profile
-from datagen.target.tokens import TemplateRenderer
-from tests.sglang.asking import capture, conversations, generate, post
+from tests.sglang.asking import capture, conversations, generate, post, renderer
 from tests.sglang.conftest import CHUNK, Target
 
 FRANCE = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
@@ -128,9 +126,9 @@ def test_the_server_says_what_it_serves(target: Target, profile: Profile) -> Non
     assert profile.serves(str(model["model_path"]))
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", TALKED)
 def test_a_chat_tells_the_ids_it_was_rendered_to(target: Target, name: str) -> None:
-    messages, tools, _ = RENDERED[name]
+    messages, tools = TALKED[name]
     body: dict[str, Any] = {
         "model": "smollm2", "messages": messages, "max_tokens": 3, "temperature": 0,
         "return_token_ids": True,
@@ -140,8 +138,11 @@ def test_a_chat_tells_the_ids_it_was_rendered_to(target: Target, name: str) -> N
     status, answer = post(target.url, "/v1/chat/completions", body)
     assert status == 200, answer
     (choice,) = answer["choices"]
-    renderer = TemplateRenderer(ensure_checkpoint())
-    assert choice["prompt_token_ids"] == renderer.render(messages, tools, None)
+    assert choice["prompt_token_ids"] == renderer().render(messages, tools, None)
+    asked = {k: body[k] for k in ("messages", "tools") if k in body}
+    status, tokenized = post(target.url, "/v1/tokenize", asked)
+    assert status == 200, tokenized
+    assert tokenized["tokens"] == choice["prompt_token_ids"]
     assert len(choice["response_token_ids"]) == 3
     assert choice["message"]["role"] == "assistant"
     assert choice["finish_reason"] == "length"

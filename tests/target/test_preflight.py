@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import os
 import shutil
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from datagen.cli.app import app
 from datagen.collect.proof import preflight
 from datagen.config import collect_config
-from datagen.embedded.faults import FAULTS, VARIABLE
-from datagen.errors import ConfigError
+from datagen.embedded.faults import FAULTS
+from datagen.errors import ConfigError, PreflightRed
 from datagen.store.manifest import Manifest
 from datagen.target.checks.answers import check_parity
 from datagen.target.checks.captured import check_batch
@@ -35,19 +30,17 @@ from datagen.target.checks.verdict import require_known
 from datagen.target.client import SGLangClient
 from datagen.target.profile import Profile
 from datagen.target.tokens import TemplateRenderer
+from tests.target.faulty import faulty
 from tests.tiny import (
-    BOUNDARIES,
     HIDDEN,
-    free_port,
-    serving,
     write_tiny_checkpoint,
     write_tiny_mix,
     write_tiny_profile,
 )  # fmt: skip
 
-CLI = [sys.executable, "-m", "datagen.cli"]
 TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\\n' }}{{ tools_ts_str if tools_ts_str is defined else "
+    "tools | tojson }}{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{% if thinking is defined and not thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
@@ -67,6 +60,7 @@ CAUGHT = {
     "spool_elsewhere": ("spool", "/another-host/spool", "both mount"),
     "disk_full": ("spool", "bytes free in the spool", "make room"),
     "thinking_ignored": ("thinking", "the server ignores thinking", "chat template"),
+    "tokenize_differs": ("rendering", "'tools' differs from token", "--rendering ours"),
 }  # fmt: skip
 
 
@@ -77,42 +71,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     return directory
-
-
-def _serve(target: str, port: int, spool: Path, fault: str) -> None:
-    """In a process forked from one that has torch already: a server starts in a moment."""
-    from datagen.embedded.server import serve
-
-    os.environ[VARIABLE] = fault
-    serve(
-        target=target, port=port, threads=1, spool_dir=spool, boundaries=BOUNDARIES, dtype="float32"
-    )
-
-
-@contextmanager
-def faulty(checkpoint: Path, folder: Path, fault: str) -> Iterator[str]:
-    """The URL of a server that is wrong in one way."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["datagen.embedded.server"])
-    port = free_port()
-    process = context.Process(
-        target=_serve, args=(str(checkpoint), port, folder / "spool", fault), daemon=True
-    )
-    process.start()
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1).close()
-                break
-            except OSError:
-                assert process.is_alive(), "the server ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        yield url
-    finally:
-        process.terminate()
-        process.join(30)
 
 
 def profile_of(checkpoint: Path, folder: Path, url: str, **changes: Any) -> Path:
@@ -144,15 +102,17 @@ def of_status(found: dict[str, dict[str, Any]], status: str) -> dict[str, str]:
     return {name: r["measured"] for name, r in found.items() if r["status"] == status}
 
 
+def command(*arguments: str) -> Result:
+    """`datagen` with arguments, in this process: no interpreter to start."""
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
+
+
 def test_a_healthy_server_is_green_on_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(str(checkpoint), tmp_path, dtype="bfloat16") as process:
-        target = profile_of(checkpoint, tmp_path, process.url)
-        done = subprocess.run(
-            [*CLI, "preflight", "--target", str(target), "--tokenizer", str(checkpoint), "--json",
-             "--spool-mib", "64", "--runs-dir", str(tmp_path)],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr + done.stdout
+    with faulty(checkpoint, tmp_path, "") as url:
+        target = profile_of(checkpoint, tmp_path, url)
+        common = ["--target", str(target), "--tokenizer", str(checkpoint), "--json"]
+        done = command("preflight", *common, "--spool-mib", "64", "--runs-dir", str(tmp_path))
+        assert done.exit_code == 0, done.output
         report = json.loads(done.stdout)
         found = results(report)
         assert set(found) == set(NAMES)
@@ -162,11 +122,7 @@ def test_a_healthy_server_is_green_on_the_command_line(checkpoint: Path, tmp_pat
         assert report["places"][0]["speeds"]["generate_tokens_per_s"] > 0
         (tmp_path / "speeds.json").write_text(done.stdout)
     mix = write_tiny_mix(tmp_path, 3)
-    planned = subprocess.run(
-        [*CLI, "plan", str(mix), "--target", str(target), "--tokenizer", str(checkpoint), "--json",
-         "--speeds", str(tmp_path / "speeds.json")],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    planned = command("plan", str(mix), *common, "--speeds", str(tmp_path / "speeds.json"))
     assert json.loads(planned.stdout)["cost"]["hours"] > 0
 
 
@@ -185,23 +141,22 @@ def test_a_fault_turns_its_own_check_red_and_names_the_fix(
 def test_a_run_starts_past_a_red_check_only_by_its_name_and_says_so(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    def collect(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*CLI, "collect", "--run", str(tmp_path / "run"), "--target", str(target), "--mix",
-             str(mix), "--tokenizer", str(checkpoint), *more],
-            capture_output=True, text=True, timeout=120, check=False,
+    def collect(*more: str) -> Result:
+        return command(
+            "collect", "--run", str(tmp_path / "run"), "--target", str(target), "--mix", str(mix),
+            "--tokenizer", str(checkpoint), *more,
         )  # fmt: skip
 
     mix = write_tiny_mix(tmp_path, 3)
     with faulty(checkpoint, tmp_path, "speculative") as url:
         target = profile_of(checkpoint, tmp_path, url)
         refused = collect()
-        assert refused.returncode == 1
-        assert "[no-drafter] speculative decoding is on" in refused.stderr
-        assert "--accept-risk no-drafter" in refused.stderr
+        assert isinstance(refused.exception, PreflightRed)
+        assert "[no-drafter] speculative decoding is on" in str(refused.exception)
+        assert "--accept-risk no-drafter" in str(refused.exception)
         assert not (tmp_path / "run" / "plan.arrow").exists(), "nothing is asked or planned"
         done = collect("--accept-risk", "no-drafter")
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.output
     kept = Manifest.load(tmp_path / "run" / "manifest.json").preflight
     assert kept["accepted_risks"] == ["no-drafter"]
     found = results(kept)
@@ -240,9 +195,10 @@ def test_rendering_that_differs_from_the_servers_is_red(checkpoint: Path, tmp_pa
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "chat_template": TEMPLATE.replace("tojson", "string")}))
     with faulty(checkpoint, tmp_path, "") as url:
-        found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours))
+        found = found_by(checkpoint, tmp_path, url, tokenizer=str(ours), rendering="ours")
     assert of_status(found, "red").keys() == {"rendering", "tokenizer"}
     assert "'tools' differs from token" in found["rendering"]["measured"]
+    assert "--rendering server" in found["rendering"]["fix"]
 
 
 def test_mistakes_in_a_profile_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Checks of answers and of rendering: the same in company, stop tokens, thinking, token ids, speed."""
+"""Checks of answers: the same in company, ended by a stop token; and how fast they come."""
 
 from __future__ import annotations
 
-from datagen.target.checks.probes import QUESTION, RENDERED, TALK, Answer, Evidence
+from datagen.target.checks.probes import Answer, Evidence
 from datagen.target.checks.states import CLEAR_GAP
 from datagen.target.checks.subject import Subject
 from datagen.target.checks.verdict import Finding, Skipped, Speeds, ok, red
@@ -49,9 +49,7 @@ def check_stop_token(subject: Subject, found: Evidence) -> Finding:
     """A stop token ends an answer, is part of it, and ends the turns of the template."""
     expected = "the stop token ends the answer and is its last id; the template writes it"
     stops = set(subject.profile.stop_token_ids)
-    short = subject.renderer.render([{"role": "user", "content": QUESTION}], None, None)
-    talk = subject.renderer.render(TALK, None, None)
-    if sum(i in stops for i in talk) <= sum(i in stops for i in short):
+    if stops_written(subject, found, "several turns") <= stops_written(subject, found, "one turn"):
         return red(
             f"no stop token {sorted(stops)} follows an assistant's turn in the template",
             expected,
@@ -74,54 +72,13 @@ def check_stop_token(subject: Subject, found: Evidence) -> Finding:
     )
 
 
-def check_thinking(subject: Subject, found: Evidence) -> Finding:
-    """The profile's switch changes the prompt, here and on the server."""
-    kwarg = subject.profile.thinking_kwarg
-    if kwarg is None:
-        raise Skipped("the profile has no thinking switch")
-    messages = RENDERED["one turn"][0]
-    ours = {name: subject.renderer.render(messages, None, name == "on") for name in ("on", "off")}
-    expected = f"{kwarg}: true and {kwarg}: false give different prompts, here and on the server"
-    if ours["on"] == ours["off"]:
-        return red(
-            f"the template renders the same with {kwarg} true and false",
-            expected,
-            "correct thinking_kwarg in the profile, or null for a model without the switch",
-        )
-    theirs = {name: found.rendered.get(f"thinking {name}") for name in ours}
-    if not all(isinstance(ids, list) for ids in theirs.values()):
-        return ok("different here; the server does not tell its prompt ids", expected)
-    if theirs["on"] == theirs["off"]:
-        return red(
-            f"the server ignores {kwarg}: the same prompt with true and false",
-            expected,
-            "start the server with the model's own chat template (no --chat-template), on a version "
-            "that takes chat_template_kwargs; answers of one mode would be recorded as the other's",
-        )
-    return ok(f"{len(ours['on'])} and {len(ours['off'])} tokens", expected)
-
-
-def check_rendering(subject: Subject, found: Evidence) -> Finding:
-    """Our ids of a conversation are the server's."""
-    expected = "our token ids equal the server's prompt_token_ids"
-    n_ids = 0
-    for name, conversation in RENDERED.items():
-        ours, served = subject.renderer.render(*conversation), found.rendered.get(name)
-        if not isinstance(served, list):
-            raise Skipped(f"the server does not tell its prompt ids: {served}")
-        n_ids += len(served)
-        if ours != served:
-            place = next(
-                (i for i, pair in enumerate(zip(ours, served, strict=False)) if pair[0] != pair[1]),
-                min(len(ours), len(served)),
-            )
-            return red(
-                f"'{name}' differs from token {place} on ({len(ours)} tokens here, {len(served)} there)",
-                expected,
-                "give the server's tokenizer and template with --tokenizer; where its engine renders "
-                "in code of its own, leave such prompts out of the mix",
-            )
-    return ok(f"{', '.join(RENDERED)}: {n_ids} ids", expected)
+def stops_written(subject: Subject, found: Evidence, name: str) -> int:
+    """Stop tokens in the context of a conversation, the server's where it tells. Raises Skipped."""
+    rendered = found.rendered[name]
+    ids = rendered.told or rendered.ours
+    if isinstance(ids, str):
+        raise Skipped(f"nothing is rendered: {ids}")
+    return sum(i in subject.profile.stop_token_ids for i in ids)
 
 
 def speeds(found: Evidence) -> Speeds | None:

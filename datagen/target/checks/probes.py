@@ -1,8 +1,8 @@
 """A few questions to a server, shared by all checks, as many as possible at once.
 
 One prompt is answered and captured alone, with nothing beside it. Then, together: a long prompt, the
-prompt with its answer, the prompt again, and copies of it among others. Then many answers at once, for
-the speed and for the same answer in company; and the conversations that the server renders itself.
+prompt with its answer, the prompt again, and once more among others. Then many answers at once, for the
+speed and for the same answer in company; and the conversations that the server renders itself.
 """
 
 from __future__ import annotations
@@ -21,40 +21,15 @@ from numpy.typing import NDArray
 from datagen.capture.spool import discard
 from datagen.errors import CaptureUnproven
 from datagen.target.capture import rows_of, take_capture
+from datagen.target.checks.renderings import QUESTION, Rendered, render_all
 from datagen.target.checks.subject import Subject, chunk_of
 from datagen.target.client import Capture
 from datagen.target.failures import RequestFailure
 from datagen.target.states import capture_rows
-from datagen.target.tokens import Conversation, Message
 from datagen.target.weights import Float, as_float32
 
 FILE_PATIENCE_S = 10.0
 TOP = 5
-QUESTION = "Write three sentences about the sea, then count to ten."
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "tide",
-            "description": "Height of the tide",
-            "parameters": {
-                "type": "object",
-                "properties": {"harbour": {"type": "string", "description": "Its name"}},
-                "required": ["harbour"],
-            },
-        },
-    }
-]
-TALK: list[Message] = [
-    {"role": "user", "content": QUESTION},
-    {"role": "assistant", "content": "The sea is wide. It is deep. It is salt. One, two, three."},
-    {"role": "user", "content": "Go on, to ten."},
-]
-RENDERED: dict[str, Conversation] = {
-    "one turn": ([{"role": "user", "content": QUESTION}], None, None),
-    "several turns": ([{"role": "system", "content": "Be brief."}, *TALK], None, None),
-    "tools": ([{"role": "user", "content": "How high is the tide in Brest?"}], TOOLS, None),
-}
 PLACES = ("Brest", "Genoa", "Lagos", "Osaka", "Riga", "Tunis", "Quito", "Perth", "Cork", "Lima")
 GOODS = (
     "copper",
@@ -115,8 +90,8 @@ class Evidence:
     batched: list[Attempt] = field(default_factory=list)
     captured_tokens: int = 0
     capture_s: float = 0.0
-    rendered: dict[str, list[int] | RequestFailure] = field(default_factory=dict)
-    """The server's ids of RENDERED and, with a thinking switch, of `thinking on` and `off`."""
+    rendered: dict[str, Rendered] = field(default_factory=dict)
+    """Of `conversations`: the ids rendered here and by the server."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What one check computed and another needs."""
 
@@ -152,8 +127,7 @@ async def gather_evidence(
     found = Evidence(info, model, plain)
     effort = subject.effort
     found.alone = await _answer(subject, plain, effort.answer_tokens)
-    if isinstance(found.alone, Answer):
-        await _stop(subject, found, found.alone)
+    await _stop(subject, found)
     if subject.captures:
         found.captures["plain"] = first = await _capture(subject, plain)
         if first.bits is not None:
@@ -165,13 +139,14 @@ async def gather_evidence(
 async def _captures(subject: Subject, found: Evidence) -> None:
     effort, plain = subject.effort, found.plain_ids
     context = int(found.info.get("context_length") or subject.profile.context_length)
-    size = min(effort.filler_tokens, context - 2)
-    others = [
-        passage(subject, 100 + i, size) for i in range(-(-effort.batch_tokens // max(size, 1)))
-    ]
-    middle = len(others) // 2
-    batch = [*others[:middle], plain, *others[middle:], plain]
-    asked = {"long": passage(subject, 1, long_tokens(subject, found.info)), "repeated": plain}
+    size = max(min(effort.filler_tokens, context - 2), 1)
+    long = passage(subject, 1, long_tokens(subject, found.info))
+    # a prompt that is not cut shares its pass with the others; one that is fills passes by itself
+    beside = effort.batch_tokens - (0 if chunk_of(found.info) else len(long))
+    others = [passage(subject, 100 + i, size) for i in range(max(-(-beside // size), 1))]
+    middle = -(-len(others) // 2)
+    batch = [*others[:middle], plain, *others[middle:]]
+    asked = {"long": long, "repeated": plain}
     if isinstance(found.alone, Answer):
         asked["answered"] = [*plain, *found.alone.output_ids]
     began = time.monotonic()
@@ -181,6 +156,8 @@ async def _captures(subject: Subject, found: Evidence) -> None:
     found.captured_tokens = tokens
     found.batched = list(done[: len(batch)])
     found.captures |= dict(zip(asked, done[len(batch) :], strict=True))
+    if not chunk_of(found.info):
+        found.batched.append(found.captures["long"])
 
 
 async def _capture(subject: Subject, ids: Sequence[int]) -> Attempt:
@@ -243,9 +220,11 @@ async def _answer(
     return Answer([int(i) for i in said["output_ids"]], meta.get("finish_reason") or {}, top)
 
 
-async def _stop(subject: Subject, found: Evidence, alone: Answer) -> None:
+async def _stop(subject: Subject, found: Evidence) -> None:
     """Ask again with a stop token that the answer is known to hold."""
-    said, ends = alone.output_ids, set(subject.profile.stop_token_ids)
+    if not isinstance(found.alone, Answer):
+        return
+    said, ends = found.alone.output_ids, set(subject.profile.stop_token_ids)
     natural = [i for i, token in enumerate(said) if token in ends]
     fresh = [i for i, token in enumerate(said) if i and token not in said[:i]]
     if not said:
@@ -270,28 +249,4 @@ async def _company(subject: Subject, found: Evidence) -> None:
 
 
 async def _rendered(subject: Subject, found: Evidence) -> None:
-    asked = dict(RENDERED)
-    if subject.profile.thinking_kwarg:
-        messages = RENDERED["one turn"][0]
-        asked |= {"thinking on": (messages, None, True), "thinking off": (messages, None, False)}
-    ids = await asyncio.gather(*(_server_ids(subject, c) for c in asked.values()))
-    found.rendered = dict(zip(asked, ids, strict=True))
-
-
-async def _server_ids(subject: Subject, conversation: Conversation) -> list[int] | RequestFailure:
-    messages, tools, thinking = conversation
-    body: dict[str, Any] = {
-        "model": subject.profile.model, "messages": messages, "max_tokens": 1, "temperature": 0,
-        "return_token_ids": True,
-    }  # fmt: skip
-    if tools:
-        body["tools"] = tools
-    if thinking is not None:
-        body["chat_template_kwargs"] = {str(subject.profile.thinking_kwarg): thinking}
-    try:
-        answer = await subject.client.chat(body)
-        return [int(i) for i in answer["choices"][0]["prompt_token_ids"]]
-    except RequestFailure as e:
-        return e
-    except (KeyError, IndexError, TypeError, ValueError) as e:
-        return RequestFailure("no_prompt_token_ids", f"{type(e).__name__}: {e}")
+    found.rendered = await render_all(subject)

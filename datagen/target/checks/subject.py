@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datagen.target.client import SGLangClient
 from datagen.target.profile import Profile
 from datagen.target.states import Mode
-from datagen.target.tokens import Renderer
+from datagen.target.tokens import Renderer, Rendering
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,13 @@ class Subject:
     profile: Profile
     renderer: Renderer
     mode: Mode = "spool"
+    rendering: Rendering = "auto"
     final: SGLangClient | None = None
     checkpoint: Path | None = None
     captures: bool = True
     """False for a server that only generates."""
+    generates: bool = True
+    """False for a server that only captures: it renders nothing for the run."""
     spool_bytes: int = 1 << 30
     """Most bytes of states that a run asks for and has not stored yet."""
     effort: Effort = FULL
@@ -54,6 +57,14 @@ class Subject:
 def usual_effort(info: dict[str, Any]) -> Effort:
     """How much is asked at the start of a run, of a server that says `info` of itself."""
     return QUICK if info.get("engine") == EMBEDDED else FULL
+
+
+def fitted(effort: Effort, info: dict[str, Any]) -> Effort:
+    """`effort`, as far as a server that says `info` of itself needs it."""
+    if info.get("engine") != EMBEDDED:
+        return effort
+    # on a CPU 16 tokens tell the speed as well as 32
+    return replace(effort, speed_tokens=min(effort.speed_tokens, 16))
 
 
 def chunk_of(info: dict[str, Any]) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from datagen.errors import EndpointDown
-from datagen.target.checks import answers, captured, served, states
+from datagen.target.checks import answers, captured, rendering, served, states
 from datagen.target.checks.probes import Evidence, gather_evidence
-from datagen.target.checks.subject import Effort, Subject, usual_effort
+from datagen.target.checks.subject import Effort, Subject, fitted, usual_effort
 from datagen.target.checks.verdict import Finding, Result, ServerChecks, Skipped
 
 Check = Callable[[Subject, Evidence], Finding]
@@ -34,8 +34,8 @@ CHECKS: dict[str, Check] = {
     "batch": captured.check_batch,
     "parity": answers.check_parity,
     "stop-token": answers.check_stop_token,
-    "thinking": answers.check_thinking,
-    "rendering": answers.check_rendering,
+    "thinking": rendering.check_thinking,
+    "rendering": rendering.check_rendering,
     "throughput": answers.check_throughput,
 }
 HOST_CHECKS = ("disk", "files")
@@ -54,18 +54,25 @@ async def check_server(subject: Subject, effort: Effort | None = None) -> Server
         down = Result(REACHABLE, "red", e.what, "an answer", e.fix)
         rest = [Result(n, "skipped", "the server does not answer", "", None) for n in CHECKS]
         return ServerChecks(subject.client.url, (down, *rest), time.monotonic() - began)
-    subject = replace(subject, effort=effort or usual_effort(info))
+    subject = replace(subject, effort=fitted(effort or usual_effort(info), info))
     found = await gather_evidence(subject, info, model)
     results = [Result(REACHABLE, "ok", subject.client.url, "an answer", None)]
     for name, check in CHECKS.items():
         results.append(await asyncio.to_thread(named, name, lambda c=check: c(subject, found)))  # type: ignore[misc]
     plain = found.captures.get("plain")
+    renders = rendering.chosen(subject, found)
+    if subject.rendering == "auto" and any(
+        r.name == "rendering" and r.status == "red" for r in results
+    ):
+        renders = "ours"  # a run goes on only where that risk is accepted
     return ServerChecks(
         where=subject.client.url,
         results=tuple(results),
         seconds=time.monotonic() - began,
         speeds=answers.speeds(found),
         captured_tokens=len(plain.ids) if plain is not None and plain.bits is not None else 0,
+        rendering=renders if subject.generates else "ours",
+        rendered_sha256=rendering.digest(found) if subject.generates else None,
     )
 
 

@@ -64,6 +64,10 @@ class ServerChecks:
     seconds: float
     speeds: Speeds | None = None
     captured_tokens: int = 0
+    rendering: Literal["ours", "server"] = "ours"
+    """Who renders the contexts of a run on this server."""
+    rendered_sha256: str | None = None
+    """Of the ids that the server's chat endpoint makes of the probe conversations."""
 
     def reds(self, accepted: Collection[str] = ()) -> list[Result]:
         """What stops a run."""
