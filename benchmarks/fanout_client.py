@@ -89,7 +89,7 @@ Run = Callable[[int, int], Awaitable[Answered[Generation]]]
 @asynccontextmanager
 async def shared_queue(
     clients: Sequence[SGLangClient], window: int, limit: int
-) -> AsyncIterator[tuple[Run, Callable[[], int]]]:
+) -> AsyncIterator[tuple[Run, Callable[[], int], Callable[[], bool]]]:
     """The product: one dispatcher over all servers."""
     config = DispatchConfig(window=WindowConfig(initial=window, maximum=limit))
     async with Dispatcher([ServerSpec(c, limit=limit) for c in clients], config) as dispatcher:
@@ -104,13 +104,13 @@ async def shared_queue(
             )
             return await dispatcher.run(work)
 
-        yield run, lambda: dispatcher.capacity
+        yield run, lambda: dispatcher.capacity, lambda: dispatcher.hungry
 
 
 @asynccontextmanager
 async def bound_rows(
     clients: Sequence[SGLangClient], window: int, *, in_order: bool
-) -> AsyncIterator[tuple[Run, Callable[[], int]]]:
+) -> AsyncIterator[tuple[Run, Callable[[], int], Callable[[], bool]]]:
     """How peers do it: row i belongs to server i mod n. `in_order`: a full server holds up all."""
     slots = [asyncio.Semaphore(window) for _ in clients]
     turn = asyncio.Lock()
@@ -129,7 +129,7 @@ async def bound_rows(
         finally:
             slots[server].release()
 
-    yield run, lambda: 10**9 if not in_order else window * len(clients)
+    yield run, lambda: 10**9 if not in_order else window * len(clients), lambda: False
 
 
 async def drive(
@@ -148,8 +148,8 @@ async def drive(
             "static": lambda: bound_rows(clients, args.window, in_order=False),
             "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
         }[args.policy]
-        run, capacity = await stack.enter_async_context(source())
-        gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1))
+        run, capacity, hungry = await stack.enter_async_context(source())
+        gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1), hungry)
         commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:

@@ -1,4 +1,4 @@
-"""How many partitions may be open: a limit that follows the servers' windows while they grow."""
+"""How many partitions may be open: enough to keep the servers fed, and not many more."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
+MOST = 4
+"""Times the limit that may be open when the open ones have only their longest answers left."""
 
 
 class PartitionGate:
-    """`admit` waits until fewer than `limit()` are inside; `release` for each that was admitted."""
+    """`admit` waits for room; `release` for each that was admitted.
 
-    def __init__(self, limit: Callable[[], int]) -> None:
-        self._limit = limit
+    There is room while fewer than `limit()` are inside, and, up to MOST times as many, while `hungry()`:
+    partitions that wait for their last rows count, but hold nothing that a free server could take.
+    """
+
+    def __init__(self, limit: Callable[[], int], hungry: Callable[[], bool]) -> None:
+        self._limit, self._hungry = limit, hungry
         self._inside = 0
         self._left = asyncio.Event()
 
@@ -23,6 +29,10 @@ class PartitionGate:
             self._left.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._left.wait(), LOOK_EVERY_S)
+                continue
+            # only after a pause: the rows of the one before may not be queued yet
+            if self._inside < MOST * self._limit() and self._hungry():
+                break
         self._inside += 1
 
     def release(self) -> None:

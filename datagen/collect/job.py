@@ -74,7 +74,9 @@ class CollectJob:
     """Admits partitions: `await gate.admit()` before `collect_partition`, `gate.release()` after."""
 
     def __post_init__(self) -> None:
-        self.gate = PartitionGate(lambda: self.max_open_partitions)
+        self.gate = PartitionGate(
+            lambda: self.max_open_partitions, lambda: self._open_shop().dispatcher.hungry
+        )
 
     @classmethod
     @asynccontextmanager

@@ -82,6 +82,11 @@ class Dispatcher:
         """Rows that wait for a free slot."""
         return len(self._queue)
 
+    @property
+    def hungry(self) -> bool:
+        """True while fewer rows wait than the servers may hold: soon one could stand idle."""
+        return self.queued < self.capacity
+
     def state(self) -> list[dict[str, Any]]:
         """One record per endpoint: see `Server.state`."""
         return [s.state() for s in self._servers]

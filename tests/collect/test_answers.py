@@ -66,7 +66,7 @@ def test_too_few_descriptors_are_named_before_a_row_is_sent() -> None:
 
 async def test_a_gate_follows_its_limit() -> None:
     limit = 2
-    gate = PartitionGate(lambda: limit)
+    gate = PartitionGate(lambda: limit, lambda: False)
     await gate.admit()
     await gate.admit()
     with pytest.raises(TimeoutError):
@@ -75,3 +75,18 @@ async def test_a_gate_follows_its_limit() -> None:
     await asyncio.wait_for(gate.admit(), 0.5)
     limit = 3
     await asyncio.wait_for(gate.admit(), 2)
+
+
+async def test_a_gate_opens_wider_while_servers_could_stand_idle() -> None:
+    hungry = True
+    gate = PartitionGate(lambda: 2, lambda: hungry)
+    for _ in range(3):
+        await asyncio.wait_for(gate.admit(), 2)
+    hungry = False
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gate.admit(), 0.5)
+    hungry = True
+    for _ in range(5):
+        await asyncio.wait_for(gate.admit(), 2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gate.admit(), 0.5)
