@@ -29,6 +29,7 @@ from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.garbage import seldom_collected
+from datagen.fanout.lengths import LengthModel
 from datagen.fanout.rows import Answered, Priority, Role, Work
 from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import WindowConfig
@@ -47,6 +48,7 @@ SPEC = StatesSpec(
 GREEDY = Sampling(temperature=0.0)
 CONTEXT = np.arange(100, dtype=np.int32)
 CONTEXT_IDS = CONTEXT.tolist()
+LONG_MEAN = 2.5
 
 
 def prompt_id(row: int) -> str:
@@ -54,10 +56,23 @@ def prompt_id(row: int) -> str:
     return hashlib.sha256(str(row).encode()).hexdigest()
 
 
-def lengths(rows: int, mean: float, sigma: float, most: float, seed: int) -> NDArray[np.int32]:
-    """Output tokens of each row, int32 [rows]: lognormal of that mean, cut at `most` times it."""
-    rng, mu = random.Random(seed), math.log(mean) - sigma**2 / 2  # numpy's are 4 MB of code
-    drawn = (rng.lognormvariate(mu, sigma) for _ in range(rows))
+def kind_of(row: int, one_long_in: int) -> str:
+    """What the client sees of a row before it is answered, as its source or its category."""
+    return "long" if one_long_in and row % one_long_in == 0 else "short"
+
+
+def lengths(
+    rows: int, mean: float, sigma: float, most: float, seed: int, one_long_in: int
+) -> NDArray[np.int32]:
+    """Output tokens of each row, int32 [rows]: lognormal of that mean, cut at `most` times it.
+
+    Rows of the long kind are LONG_MEAN times the mean, the others as much shorter.
+    """
+    rng, spread = random.Random(seed), -(sigma**2) / 2  # numpy's are 4 MB of code
+    share = 1 / one_long_in if one_long_in else 0.0
+    means = {"long": LONG_MEAN * mean, "short": mean * (1 - share * LONG_MEAN) / (1 - share)}
+    logs = {kind: math.log(m) + spread for kind, m in means.items()}
+    drawn = (rng.lognormvariate(logs[kind_of(row, one_long_in)], sigma) for row in range(rows))
     return np.fromiter((max(1, min(most * mean, round(n))) for n in drawn), np.int32, rows)
 
 
@@ -88,21 +103,25 @@ Run = Callable[[int, int], Awaitable[Answered[Generation]]]
 
 @asynccontextmanager
 async def shared_queue(
-    clients: Sequence[SGLangClient], window: int, limit: int
+    clients: Sequence[SGLangClient], window: int, limit: int, one_long_in: int
 ) -> AsyncIterator[tuple[Run, Callable[[], int], Callable[[], bool]]]:
-    """The product: one dispatcher over all servers."""
+    """The product: one dispatcher over all servers, and what it learns of lengths as the job does."""
+    learnt = LengthModel()
     config = DispatchConfig(window=WindowConfig(initial=window, maximum=limit))
     async with Dispatcher([ServerSpec(c, limit=limit) for c in clients], config) as dispatcher:
 
         async def run(row: int, tokens: int) -> Answered[Generation]:
+            kind = kind_of(row, one_long_in)
             work = Work(
                 lambda endpoint: ask(endpoint, row, tokens),
                 Role.GENERATE,
-                Priority.FIRST_TURN,
+                Priority.LONG if learnt.is_long(kind, 1) else Priority.FIRST_TURN,
                 tokens,
                 lambda g: len(g.output_ids),
             )
-            return await dispatcher.run(work)
+            answered = await dispatcher.run(work)
+            learnt.observe(kind, tokens)
+            return answered
 
         yield run, lambda: dispatcher.capacity, lambda: dispatcher.hungry
 
@@ -136,7 +155,7 @@ async def drive(
     args: argparse.Namespace, started: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Bring every row to disk; returns what it took. `started` is called before the first row."""
-    tokens = lengths(args.rows, args.mean, args.sigma, args.most, args.seed)
+    tokens = lengths(args.rows, args.mean, args.sigma, args.most, args.seed, args.one_long_in)
     layout, committer = RunLayout(args.run), GroupCommitter()
     asked = 0
     async with AsyncExitStack() as stack:
@@ -144,12 +163,12 @@ async def drive(
         stack.enter_context(seldom_collected())
         clients = [await stack.enter_async_context(SGLangClient(url)) for url in args.urls]
         source = {
-            "shared": lambda: shared_queue(clients, args.window, args.limit),
+            "shared": lambda: shared_queue(clients, args.window, args.limit, args.one_long_in),
             "static": lambda: bound_rows(clients, args.window, in_order=False),
             "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
         }[args.policy]
         run, capacity, hungry = await stack.enter_async_context(source())
-        gate = PartitionGate(lambda: max(2, -(-2 * capacity() // args.partition) + 1), hungry)
+        gate = PartitionGate(lambda: max(2, -(-capacity() // args.partition) + 1), hungry)
         commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
@@ -207,6 +226,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mean", type=float, default=1000, help="tokens of a row")
     parser.add_argument("--sigma", type=float, default=0.0)
     parser.add_argument("--most", type=float, default=5.0, help="longest row, in means")
+    parser.add_argument(
+        "--one-long-in", type=int, default=0, help="rows; 0: none is of the long kind"
+    )
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--limit", type=int, default=1024)
     parser.add_argument("--partition", type=int, default=500)

@@ -215,9 +215,9 @@ class CollectJob:
 
     @property
     def max_open_partitions(self) -> int:
-        """Enough that twice the servers' windows are queued, so that no server drains at a seal."""
+        """Enough for the servers' windows, and one more; the gate opens others as rows run short."""
         shop = self._open_shop()
-        return max(2, -(-2 * shop.dispatcher.capacity // self.config.partition_prompts) + 1)
+        return max(2, -(-shop.dispatcher.capacity // self.config.partition_prompts) + 1)
 
     async def collect_partition(self, index: int) -> PartitionSummary:
         """Bring every row of one partition to its outcome, and seal it. Safe to repeat.

@@ -84,8 +84,8 @@ class Dispatcher:
 
     @property
     def hungry(self) -> bool:
-        """True while fewer rows wait than the servers may hold: soon one could stand idle."""
-        return self.queued < self.capacity
+        """True while fewer rows wait than half of what the servers hold: soon one could stand idle."""
+        return 2 * self.queued < self.capacity
 
     def state(self) -> list[dict[str, Any]]:
         """One record per endpoint: see `Server.state`."""
