@@ -215,7 +215,7 @@ def cpu(bench: Bench, args: argparse.Namespace) -> Result:
     return result
 
 
-FEW, MANY = 64, {"specforge": 264, "speculators": 1064}
+FEW, MANY = 64, {"specforge": 264, "speculators": 4064}
 
 
 def peer_cpu(bench: Bench, name: str, script: Path | None, python: str, port: int) -> float | str:
