@@ -208,7 +208,8 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
         "model_path": str(bench / "tiny-llama"), "baseline": {"url": plain},
         "settings": [
             {"name": "there", "url": drafting},
-            {"name": "one", "steps": 1, "environment": {"OMP_NUM_THREADS": "1"}},
+            {"name": "one", "steps": 1,
+             "environment": {"OMP_NUM_THREADS": "1", "HF_TOKEN": "s3cret"}},
             {"name": "tree", "steps": 3, "topk": 2, "draft_tokens": 6},
         ],
     }  # fmt: skip
@@ -222,6 +223,7 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
     assert (there["steps"], one["steps"]) == (STEPS, 1)
     assert tree["error"].startswith("setting 'tree': the embedded target drafts chains")
     assert one["environments"]["speculative"]["OMP_NUM_THREADS"] == "1"
+    assert "s3cret" not in (bench / "run" / "evaluation" / "grid.json").read_text()
     for row in (there, one):
         assert [b["batch"] for b in row["break_even_by_batch"]] == [1, 2]
     assert 1 < one["replay_accept_len"]["value"] <= 2
