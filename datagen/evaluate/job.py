@@ -157,7 +157,8 @@ class _Job:
             ).as_dict()  # fmt: skip
         if config.grid is not None:
             report["grid"] = self._grid(found)
-            verdict = report["grid"].pop("verdict") if not speeds else verdict
+            of_grid = report["grid"].pop("verdict")
+            verdict = verdict if speeds else of_grid
         report["verdict"] = asdict(verdict)
         return report
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from datagen.cli import app as cli
+from datagen.cli.evaluate import print_evaluation
 from datagen.drafter.checkpoint import load_drafter
 from datagen.drafter.model import Drafter
 from datagen.errors import ConfigError, DatagenError, MeasurementError
@@ -250,6 +251,34 @@ def test_one_server_at_a_time_gives_the_same_accept_len(
     (row,) = run(bench, grid=str(bench / "turns.yaml"), **given)["grid"]["settings"]
     assert row["baseline_drift"] > 0
     assert row["accept_len"]["value"] > 1
+
+
+def test_a_sitting_and_a_grid_in_one_evaluation_are_plain_values(
+    bench: Path, servers: tuple[str, str, Path]
+) -> None:
+    """The sitting's verdict counts; what is returned can be printed as JSON."""
+    plain, drafting, profile = servers
+    grid = {"baseline": {"url": plain}, "settings": [{"name": "there", "url": drafting}]}
+    (bench / "both.yaml").write_text(json.dumps(grid))
+    result = run(
+        bench, live=drafting, baseline_url=plain, grid=str(bench / "both.yaml"),
+        target=str(profile), rounds=1, live_prompts=2, name="refused",
+    )  # fmt: skip
+    assert json.loads(json.dumps(result))["grid"].keys() == {"together", "settings", "best"}
+    assert "Setting '" not in result["verdict"]["sentence"]
+
+
+def test_a_servers_last_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "no file [/opt/kernels.so]"
+    result = {
+        "drafter": {"path": "d"}, "split": {"prompts": 1, "disjoint_from_training": "proven"},
+        "replay": {"accept_len": {"value": 2.0, "low": None, "high": None}, "tokens": 9,
+                   "conditional_acceptance": [0.5], "looping_share": 0.0},
+        "grid": {"settings": [{"name": "k2", "error": said}]},
+        "verdict": {"sentence": "No.", "next_step": "More."},
+    }  # fmt: skip
+    print_evaluation(result)
+    assert f"not measured: {said}" in capsys.readouterr().out
 
 
 def test_a_grid_of_which_nothing_can_be_measured_is_refused(
