@@ -160,6 +160,8 @@ def test_settings_that_make_no_sense_are_refused(bench: Path) -> None:
     refused(bench, "needs two servers", ConfigError, live="http://127.0.0.1:1")
     refused(bench, "needs both figures", ConfigError, baseline=80.0)
     refused(bench, "not a list of numbers", ConfigError, concurrencies="1,x")
+    refused(bench, "concurrencies", ConfigError, concurrencies="0,4")
+    refused(bench, "concurrencies", ConfigError, concurrencies="")
     refused(bench, "unknown dtype 'float8'", dtype="float8")
     refused(bench, "no drafter config", ConfigError, drafter=str(bench / "nothing"))
 
