@@ -2,7 +2,8 @@
 
 The chain is shipped disabled: switch it on under Automations in the UI, or with
 `prefect automation resume "datagen: fine-tune what was collected"`. `pipeline/full` chains the steps
-itself, so do not use both.
+itself, so do not use both. What else a run needs (of another target than the embedded one its
+`target_weights`, and `init`) is added to the parameters of the automation's action, and stays there.
 
     datagen.manifest.written   emitted by a finished collect    -> finetune/train of that manifest
     datagen.drafter.written    emitted by a finished fine-tune  -> evaluate/heldout, which writes the report
@@ -19,7 +20,7 @@ from uuid import UUID
 from prefect.automations import Automation
 from prefect.client.schemas.objects import StateType
 from prefect.events import emit_event
-from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.actions import ActionTypesOrUnknown, ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
@@ -30,7 +31,10 @@ MANIFEST_WRITTEN, DRAFTER_WRITTEN = "datagen.manifest.written", "datagen.drafter
 
 
 async def register(train: UUID, evaluate: UUID) -> None:
-    """Create what is missing; what is there keeps its switch, and gets the deployments' present ids."""
+    """Create what is missing; what is there keeps its switch and the parameters that a user added to its
+
+    action, and gets the deployments' present ids.
+    """
     await _ensure(_crash_silent_runs())
     await _ensure(_chain(TRAIN, MANIFEST_WRITTEN, train, ("manifest",)))
     await _ensure(_chain(EVALUATE, DRAFTER_WRITTEN, evaluate, ("manifest", "drafter")))
@@ -53,9 +57,23 @@ async def _ensure(wanted: Automation) -> None:
     except ValueError:
         await wanted.acreate()
         return
-    if there.actions != wanted.actions:
-        there.actions = wanted.actions
+    actions = with_parameters_of(there, wanted)
+    if there.actions != actions:
+        there.actions = actions
         await there.aupdate()
+
+
+def with_parameters_of(there: Automation, wanted: Automation) -> list[ActionTypesOrUnknown]:
+    """The wanted actions; runs of deployments with the parameters that those there have besides."""
+    found = []
+    for number, action in enumerate(wanted.actions):
+        old = there.actions[number] if number < len(there.actions) else None
+        if isinstance(action, RunDeployment) and isinstance(old, RunDeployment):
+            parameters = {**(old.parameters or {}), **(action.parameters or {})}
+            kept = {"parameters": parameters, "job_variables": old.job_variables}
+            action = action.model_copy(update=kept)
+        found.append(action)
+    return found
 
 
 def _crash_silent_runs() -> Automation:

@@ -36,6 +36,7 @@ async def evaluate(
     live: str = "",
     baseline_url: str = "",
     grid: str = "",
+    live_dtype: str = "bfloat16",
     concurrencies: str = "1",
     rounds: PositiveInt = 2,
     live_prompts: PositiveInt = 50,
@@ -60,6 +61,7 @@ async def evaluate(
         live: URL of a server with the drafter; embedded starts both; empty measures by replay alone.
         baseline_url: URL of the same server without the drafter.
         grid: Servers to start and measure, a .yaml or draft steps as 1,2,3; empty is none.
+        live_dtype: Of embedded servers, bfloat16 or float32.
         concurrencies: Of the live sitting, with commas.
         rounds: Passes per server and concurrency.
         live_prompts: Prompts of the live sitting.

@@ -38,6 +38,8 @@ async def probe(
     device: str = "auto",
     generate_tps: NonNegativeFloat = 0.0,
     prefill_tps: NonNegativeFloat = 0.0,
+    gpus: PositiveInt = 8,
+    servers: PositiveInt = 1,
 ) -> dict[str, Any] | State[Any]:
     """Score the init drafter, train short on nested subsets, and say whether the full run can pay.
 
@@ -60,6 +62,8 @@ async def probe(
         device: auto, cpu or cuda.
         generate_tps: Tokens/s that a server generates, for the cost; 0 is this run's own pace.
         prefill_tps: Tokens/s that a server captures.
+        gpus: GPUs of a server.
+        servers: Servers that would collect.
     """
     log = flow_logger()
     stopping = threading.Event()
@@ -78,7 +82,7 @@ async def probe(
                 probe_job, config, steps=steps, baseline=baseline, cycle_ms=cycle_ms,
                 notify=log.info, fractions=_fractions(fractions), stop=stopping.is_set,
                 device=device, target_weights=target_weights,
-                speed=Speed(generate_tps, prefill_tps) if generate_tps else None,
+                speed=Speed(generate_tps, prefill_tps, gpus, servers) if generate_tps else None,
             )
         )  # fmt: skip
         try:

@@ -18,7 +18,7 @@ Shape suffixes: R rows P-1 .. N-3 of a sample, K drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a response was sampled, and by which target; `final_norm` of the stored final states."""
+    """How a response was sampled, and by which target, on `device` already; `final_norm` of the stored
+
+    final states.
+    """
 
     target: Target
     device: torch.device
@@ -100,20 +103,33 @@ def expected_of(
     return Expected(tuple(observed), tuple(expected))
 
 
-def mean_and_spread(samples: Sequence[Expected]) -> dict[str, float | int] | None:
-    """Means over all uncut steps, the standard error of each, and how much variance is saved.
+def mean_and_spread(samples: Iterable[tuple[str, Expected]]) -> dict[str, float | int] | None:
+    """Means over all uncut steps, the standard error of each, and how much variance of a step is saved.
 
-    None with fewer than two uncut steps.
+    `samples`: with the ids of their prompts. Steps of one prompt are not independent: the errors are of a
+    ratio of sums over prompts (linearised). None with fewer than two prompts that have an uncut step.
     """
-    observed = np.array([o for s in samples for o in s.observed])
-    expected = np.array([e for s in samples for e in s.expected])
-    if len(observed) < 2:
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
+    for prompt_id, s in samples:
+        if s.observed:
+            pairs = zip(s.observed, s.expected, strict=True)
+            by_prompt.setdefault(prompt_id, []).extend(pairs)
+    if len(by_prompt) < 2:
         return None
-    root = np.sqrt(len(observed))
-    before, after = float(observed.var(ddof=1)), float(expected.var(ddof=1))
+    groups = [np.array(steps) for steps in by_prompt.values()]
+    mean_2, error_2 = _ratio_and_error(groups)
+    before, after = np.concatenate(groups).var(axis=0, ddof=1)
     return {
-        "uncut_steps": len(observed),
-        "observed": float(observed.mean()), "observed_error": float(np.sqrt(before) / root),
-        "expected": float(expected.mean()), "expected_error": float(np.sqrt(after) / root),
-        "variance_ratio": after / before if before else 1.0,
+        "uncut_steps": sum(map(len, groups)),
+        "observed": float(mean_2[0]), "observed_error": float(error_2[0]),
+        "expected": float(mean_2[1]), "expected_error": float(error_2[1]),
+        "variance_ratio": float(after / before) if before else 1.0,
     }  # fmt: skip
+
+
+def _ratio_and_error(groups: Sequence[Floats]) -> tuple[Floats, Floats]:
+    """Mean of all rows [n, 2] of all groups, and its standard error with groups drawn as wholes."""
+    sums, counts = np.array([g.sum(axis=0) for g in groups]), np.array([len(g) for g in groups])
+    mean = sums.sum(axis=0) / counts.sum()
+    off = np.square(sums - mean * counts[:, None]).sum(axis=0)
+    return mean, np.sqrt(off * len(groups) / (len(groups) - 1)) / counts.sum()

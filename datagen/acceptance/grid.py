@@ -22,12 +22,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
+from datagen.acceptance.live import BASELINE
 from datagen.errors import ConfigError
 from datagen.strict import StrictModel, load_yaml, parse
+from datagen.target.environment import is_secret
 
-NAME = r"^[A-Za-z0-9._-]{1,40}$"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$"
+HIDDEN = "(not recorded)"
 
 
 class ServerSpec(StrictModel):
@@ -36,6 +39,11 @@ class ServerSpec(StrictModel):
     url: str | None = None
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
+
+    @field_serializer("environment")
+    def _without_secrets(self, environment: dict[str, str]) -> dict[str, str]:
+        """What is written down of it."""
+        return {k: HIDDEN if is_secret(k) else v for k, v in environment.items()}
 
     @model_validator(mode="after")
     def _one_origin(self) -> ServerSpec:
@@ -90,6 +98,10 @@ class Grid(StrictModel):
         twice = sorted(n for n, k in Counter(s.name for s in self.settings).items() if k > 1)
         if twice:
             raise ValueError(f"settings named twice: {', '.join(twice)}")
+        if any(s.name == BASELINE for s in self.settings):  # logs and spools go by the name
+            raise ValueError(
+                "'baseline' is the server without a drafter: name the setting otherwise"
+            )
         return self
 
 

@@ -78,7 +78,8 @@ class Visit:
 class Speed:
     """Figures of one concurrency, over all its passes. Rates in tokens/s.
 
-    speedups   the ratio of every speculative pass to the baseline pass beside it
+    speedups   the ratio of every speculative pass to the baseline pass beside it; of a baseline visited
+               before and after, to those of either visit
     """
 
     concurrency: int
@@ -95,7 +96,7 @@ class Speed:
 class LiveReport:
     """What a sitting measured. `counts`: of the speculative passes at the lowest concurrency, once.
 
-    baseline_drift   the baseline's rate at the end of the sitting / at its beginning
+    baseline_drift   at the lowest concurrency, the rate of the baseline's last pass / of its first
     """
 
     servers: dict[str, dict[str, Any]]
@@ -237,7 +238,8 @@ def _speed(passes: Sequence[Pass], concurrency: int) -> Speed:
     answers = [a for p in here[SPECULATIVE] for a in p.answers]
     steps = sum(a.generation.spec_verify_ct or 0 for a in answers)
     rates = {name: _rate(mine) for name, mine in here.items()}
-    beside = zip(here[SPECULATIVE], here[BASELINE], strict=False)  # the baseline may have one more
+    spec = here[SPECULATIVE]
+    beside = [(spec[i % len(spec)], b) for i, b in enumerate(here[BASELINE])]
     return Speed(
         concurrency=concurrency,
         baseline_tokens_per_s=rates[BASELINE],

@@ -121,6 +121,9 @@ async def _ask(
             return Answer(prompt, generation, time.monotonic() - started)
 
     started = time.monotonic()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(p)) for p in prompts]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(p)) for p in prompts]
+    except BaseExceptionGroup as errors:  # one failed, the others were cancelled
+        raise errors.exceptions[0] from None
     return Pass(name, concurrency, time.monotonic() - started, tuple(t.result() for t in tasks))

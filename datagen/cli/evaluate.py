@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from datagen.cli.app import app, err, out
@@ -83,7 +84,7 @@ def print_evaluation(result: dict[str, Any]) -> None:
         table.add_row("live accept_len_raw", f"{result['live']['accept_len_raw']:.3f}")
     for row in result.get("grid", {}).get("settings", ()):
         if "error" in row:
-            table.add_row(f"setting {row['name']}", f"not measured: {row['error']}")
+            table.add_row(f"setting {row['name']}", f"not measured: {escape(row['error'])}")
             continue
         rates = ", ".join(f"{s['speedup']:.2f}x at {s['concurrency']}" for s in row["speeds"])
         table.add_row(

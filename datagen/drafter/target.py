@@ -7,7 +7,7 @@ Read selectively from a checkpoint directory's safetensors, under Llama's names 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class Target:
             embed, head, self.norm_H.to(device), self.norm_eps, self.rule, self.model_type,
             self.context_length, self.config,
         )  # fmt: skip
+
+    def head_on(self, device: torch.device) -> Target:
+        """Final norm and lm_head on `device`, as they are; the embedding where it was."""
+        return replace(self, head_VH=self.head_VH.to(device), norm_H=self.norm_H.to(device))
 
     def post_norm(self, final_AH: Tensor, final_norm: str) -> Tensor:
         """Final states as lm_head takes them: normed here when they were captured before the norm."""

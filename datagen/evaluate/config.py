@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -36,7 +36,7 @@ class EvaluateConfig(StrictModel):
     baseline_url: str | None = None
     grid: Grid | None = None
     """Further servers, each measured beside the baseline."""
-    concurrencies: tuple[int, ...] = (1,)
+    concurrencies: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
     rounds: int = Field(default=2, ge=1)
     live_prompts: int = Field(default=50, ge=1)
     baseline: float | None = Field(default=None, gt=0)

@@ -112,7 +112,7 @@ class _Starter:
 
     def baseline(self) -> contextlib.AbstractContextManager[str]:
         """The server without the drafter."""
-        return self._server("baseline", self.grid.baseline, "generate", [])
+        return self._server(BASELINE, self.grid.baseline, "generate", [])
 
     def drafting(self, setting: Setting) -> contextlib.AbstractContextManager[str]:
         """The server of a setting."""
@@ -191,7 +191,7 @@ def _row(
     return {
         "name": setting.name, "steps": steps, "topk": topk,
         "draft_tokens": served.get("speculative_num_draft_tokens"),
-        "arguments": list(setting.arguments), "environment": dict(setting.environment),
+        "arguments": list(setting.arguments), "environment": setting.model_dump()["environment"],
         **report.as_dict(),
         # a tree's states of the branches that were not taken do not exist: it has no replay
         "replay_accept_len": asdict(replayed(steps)) if topk == 1 and steps <= MOST_STEPS else None,

@@ -157,7 +157,8 @@ class _Job:
             ).as_dict()  # fmt: skip
         if config.grid is not None:
             report["grid"] = self._grid(found)
-            verdict = report["grid"].pop("verdict") if not speeds else verdict
+            of_grid = report["grid"].pop("verdict")
+            verdict = verdict if speeds else of_grid
         report["verdict"] = asdict(verdict)
         return report
 
@@ -237,7 +238,7 @@ class _Job:
         draw = None
         if how.get("temperature", 0) > 0 and self.source.info.final_norm != "none":
             draw = Draw(
-                target, runner.device, self.source.info.final_norm, how["temperature"],
+                target.head_on(runner.device), runner.device, self.source.info.final_norm, how["temperature"],
                 how.get("top_p", 1.0), how.get("top_k", -1),
             )  # fmt: skip
         counts, expected = [], []
@@ -245,7 +246,7 @@ class _Job:
         for found in runner.run(self._samples(), self.tags):
             counts.append(found.counts)
             if draw is not None and (one := expected_of_sample(found, draw)) is not None:
-                expected.append(one)
+                expected.append((found.counts.prompt_id, one))
         return counts, about, time.monotonic() - started, mean_and_spread(expected)
 
     def _samples(self) -> Iterator[Sample]:

@@ -18,7 +18,7 @@ RELEVANT = re.compile(
     r"^(SGLANG|SGL|NCCL|CUDA|CUBLAS|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|HIP|ROCR|OMP|MKL|KMP|"
     r"OPENBLAS|GLOO|UCX|DATAGEN)_|^LD_PRELOAD$"
 )
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 LISTENS = "0A"  # the kernel's number of the state
 
 
@@ -34,9 +34,14 @@ def server_environment(url: str) -> dict[str, str] | None:
         except OSError:
             continue
         pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0") if item)
-        found = {k: v for k, _, v in pairs if RELEVANT.search(k) and not SECRET.search(k)}
+        found = {k: v for k, _, v in pairs if RELEVANT.search(k) and not is_secret(k)}
         return dict(sorted(found.items()))
     return None
+
+
+def is_secret(name: str) -> bool:
+    """Whether what a setting of this name holds must not be written down."""
+    return SECRET.search(name) is not None
 
 
 def _is_here(host: str) -> bool:

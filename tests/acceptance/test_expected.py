@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from datagen.acceptance.expected import Draw, expected_of, expected_of_sample, mean_and_spread
+from datagen.acceptance.expected import (
+    Draw,
+    Expected,
+    expected_of,
+    expected_of_sample,
+    mean_and_spread,
+)
 from datagen.acceptance.metrics import Counts
 from datagen.acceptance.replay import Replayed
 from datagen.acceptance.walk import walk
@@ -48,14 +54,15 @@ def test_the_mean_is_that_of_the_draws_and_the_variance_smaller() -> None:
     p_VV = markov(rng)
     guess_V = p_VV.argmax(1)
     found = []
-    for _ in range(1500):
+    for number in range(1500):
         ids = response(rng, p_VV)
         drafts = drafts_for(ids, guess_V)
         known = ids[CONTEXT : len(ids) - 1]
         chance = np.stack(
             [p_VV[known, drafts[:, 0]], p_VV[drafts[:, 0], drafts[:, 1]]], axis=1
         )  # read only where the draft before is the record
-        found.append(expected_of(walk(ids, CONTEXT, drafts), ids, CONTEXT, drafts, chance))
+        one = expected_of(walk(ids, CONTEXT, drafts), ids, CONTEXT, drafts, chance)
+        found.append((str(number), one))
     said = mean_and_spread(found)
     assert said is not None
     assert abs(said["expected"] - said["observed"]) < 3 * said["observed_error"]
@@ -95,6 +102,22 @@ def test_what_a_target_draws_from_is_cut_and_renormalised() -> None:
     assert nucleus[0].tolist() == pytest.approx([0.625, 0.375, 0, 0], abs=1e-6)
     top = target(head).drawn(one, tokens, temperature=0.5, top_p=1.0, top_k=2)
     assert top[0].tolist() == pytest.approx([25 / 34, 9 / 34, 0, 0], abs=1e-6)
+
+
+def test_steps_of_one_prompt_are_not_counted_as_independent() -> None:
+    """A hundred steps alike of each of two prompts: two observations, one token either side of 2."""
+    easy, hard = Expected((3.0,) * 100, (3.0,) * 100), Expected((1.0,) * 100, (1.0,) * 100)
+    said = mean_and_spread([("a", easy), ("b", hard), ("c", Expected((), ()))])
+    assert said is not None
+    assert (said["observed"], said["uncut_steps"]) == (2.0, 200)
+    assert said["observed_error"] == pytest.approx(1.0)
+    assert mean_and_spread([("a", easy), ("a", hard)]) is None, "turns of one prompt"
+
+
+def test_what_draws_are_taken_from_is_moved_once() -> None:
+    moved = target(torch.eye(3)).head_on(torch.device("meta"))
+    assert (moved.head_VH.device.type, moved.norm_H.device.type) == ("meta", "meta")
+    assert moved.embed_VH.device.type == "cpu"
 
 
 def test_cut_steps_and_greedy_text_add_nothing() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from datagen.acceptance.grid import load_grid
+from datagen.acceptance.grid import Grid, ServerSpec, Setting, load_grid
 from datagen.errors import ConfigError
 
 
@@ -48,6 +48,8 @@ settings:
         ("settings: [{name: a, steps: 1}, {name: a, steps: 2}]", "named twice: a"),
         ("settings: [{name: a, url: x, arguments: [--y]}]", "takes no arguments"),
         ("settings: [{name: a, steps: 1, stepz: 2}]", "stepz"),
+        ("settings: [{name: baseline, steps: 1}]", "name the setting otherwise"),
+        ("settings: [{name: .., steps: 1}]", "name"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -65,3 +67,16 @@ def test_the_documented_template_is_a_valid_grid() -> None:
     assert [s.name for s in found.settings] == [
         "k2", "k3", "k3-graphs", "k3-p2p", "tree", "other-host",
     ]  # fmt: skip
+
+
+def test_secrets_in_an_environment_reach_the_server_and_no_file() -> None:
+    environment = {"HF_TOKEN": "s3cret", "NCCL_P2P_LEVEL": "PHB"}
+    found = Grid(
+        baseline=ServerSpec(environment=environment),
+        settings=(Setting(name="a", steps=1, environment=environment),),
+    )
+    assert found.settings[0].environment == environment
+    for written in (found.model_dump_json(), found.settings[0].model_dump_json()):
+        assert "s3cret" not in written
+        assert "HF_TOKEN" in written
+        assert "PHB" in written

@@ -19,6 +19,7 @@ from datagen.acceptance.live import (
     live_report,
     require_spec_fields,
 )
+from datagen.acceptance.verdict import judged
 from datagen.errors import MeasurementError
 from datagen.target.client import Generation
 
@@ -109,9 +110,18 @@ def test_a_baseline_visited_before_and_after_gives_its_drift() -> None:
     assert speed.baseline_tokens_per_s == pytest.approx(36 / 4.5)
     assert speed.speculative_tokens_per_s == pytest.approx(18.0)
     assert speed.cycle_ms == pytest.approx(1000 / 8)
-    assert speed.speedups == pytest.approx((2.0, 2.0))
+    assert speed.speedups == pytest.approx((2.0, 2.0, 2.5, 2.5)), "beside either visit"
     assert report.accept_len.value == pytest.approx(8 / 4)
     assert report.as_dict()["environments"][BASELINE] == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_baseline_that_drifted_past_the_drafter_leaves_it_undecided() -> None:
+    """Faster than the baseline before, slower than the one after."""
+    visits = [visit(BASELINE, 1.0), visit(SPECULATIVE, 0.8), visit(BASELINE, 0.75)]
+    report = live_report(visits)
+    (speed,) = report.speeds
+    assert speed.speedup > 1
+    assert judged(report.accept_len, steps=2, measured=speed).answer == "undecided"
 
 
 def test_a_baseline_that_came_back_another_is_refused() -> None:

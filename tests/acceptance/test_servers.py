@@ -77,6 +77,35 @@ def test_a_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
         pass
 
 
+def test_what_a_server_started_ends_with_it(tmp_path: Path) -> None:
+    """Its own child ignores SIGTERM, as a scheduler that is busy does, and holds the GPU's memory."""
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "p.stdout.readline(); print(p.pid, flush=True)\n" + HEALTHY
+    )
+    port, log = free_port(), tmp_path / "log"
+    with launched([sys.executable, "-c", parent, str(port)], f"http://127.0.0.1:{port}", log=log):
+        pid = int(log.read_text().split()[0])
+        assert _runs(pid)
+    deadline = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < deadline, "the child outlived its server"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Zombies that wait for the init process do not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel of Linux ends children with parents"
 )

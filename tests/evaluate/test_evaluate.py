@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from datagen.cli import app as cli
+from datagen.cli.evaluate import print_evaluation
 from datagen.drafter.checkpoint import load_drafter
 from datagen.drafter.model import Drafter
 from datagen.errors import ConfigError, DatagenError, MeasurementError
@@ -159,6 +160,8 @@ def test_settings_that_make_no_sense_are_refused(bench: Path) -> None:
     refused(bench, "needs two servers", ConfigError, live="http://127.0.0.1:1")
     refused(bench, "needs both figures", ConfigError, baseline=80.0)
     refused(bench, "not a list of numbers", ConfigError, concurrencies="1,x")
+    refused(bench, "concurrencies", ConfigError, concurrencies="0,4")
+    refused(bench, "concurrencies", ConfigError, concurrencies="")
     refused(bench, "unknown dtype 'float8'", dtype="float8")
     refused(bench, "no drafter config", ConfigError, drafter=str(bench / "nothing"))
 
@@ -208,7 +211,8 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
         "model_path": str(bench / "tiny-llama"), "baseline": {"url": plain},
         "settings": [
             {"name": "there", "url": drafting},
-            {"name": "one", "steps": 1, "environment": {"OMP_NUM_THREADS": "1"}},
+            {"name": "one", "steps": 1,
+             "environment": {"OMP_NUM_THREADS": "1", "HF_TOKEN": "s3cret"}},
             {"name": "tree", "steps": 3, "topk": 2, "draft_tokens": 6},
         ],
     }  # fmt: skip
@@ -222,6 +226,7 @@ def test_a_grid_measures_servers_it_starts_and_servers_that_run(
     assert (there["steps"], one["steps"]) == (STEPS, 1)
     assert tree["error"].startswith("setting 'tree': the embedded target drafts chains")
     assert one["environments"]["speculative"]["OMP_NUM_THREADS"] == "1"
+    assert "s3cret" not in (bench / "run" / "evaluation" / "grid.json").read_text()
     for row in (there, one):
         assert [b["batch"] for b in row["break_even_by_batch"]] == [1, 2]
     assert 1 < one["replay_accept_len"]["value"] <= 2
@@ -248,6 +253,34 @@ def test_one_server_at_a_time_gives_the_same_accept_len(
     (row,) = run(bench, grid=str(bench / "turns.yaml"), **given)["grid"]["settings"]
     assert row["baseline_drift"] > 0
     assert row["accept_len"]["value"] > 1
+
+
+def test_a_sitting_and_a_grid_in_one_evaluation_are_plain_values(
+    bench: Path, servers: tuple[str, str, Path]
+) -> None:
+    """The sitting's verdict counts; what is returned can be printed as JSON."""
+    plain, drafting, profile = servers
+    grid = {"baseline": {"url": plain}, "settings": [{"name": "there", "url": drafting}]}
+    (bench / "both.yaml").write_text(json.dumps(grid))
+    result = run(
+        bench, live=drafting, baseline_url=plain, grid=str(bench / "both.yaml"),
+        target=str(profile), rounds=1, live_prompts=2, name="refused",
+    )  # fmt: skip
+    assert json.loads(json.dumps(result))["grid"].keys() == {"together", "settings", "best"}
+    assert "Setting '" not in result["verdict"]["sentence"]
+
+
+def test_a_servers_last_words_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "no file [/opt/kernels.so]"
+    result = {
+        "drafter": {"path": "d"}, "split": {"prompts": 1, "disjoint_from_training": "proven"},
+        "replay": {"accept_len": {"value": 2.0, "low": None, "high": None}, "tokens": 9,
+                   "conditional_acceptance": [0.5], "looping_share": 0.0},
+        "grid": {"settings": [{"name": "k2", "error": said}]},
+        "verdict": {"sentence": "No.", "next_step": "More."},
+    }  # fmt: skip
+    print_evaluation(result)
+    assert f"not measured: {said}" in capsys.readouterr().out
 
 
 def test_a_grid_of_which_nothing_can_be_measured_is_refused(
