@@ -248,6 +248,7 @@ def stepper(
 ) -> Callable[[], float]:  # fmt: skip
     """One forward and backward of ours (and a step of the optimizer); returns the loss."""
     device = batch.tokens_M.device
+    drafter.casts.fuse = device.type == "cuda"  # as training does
     module = StepLoss(
         drafter, target, words, train, final_norm="post", attention="auto",
         compiled=device.type == "cuda",

@@ -3,7 +3,8 @@
 accept_len       sum(completion_tokens - 1 - num_retractions) / sum(spec_verify_ct)
 accept_len_raw   1 + sum(spec_num_correct_drafts) / sum(spec_verify_ct): with drafts accepted
                  beyond the end of outputs
-cycle_ms         sum of request latencies / sum(spec_verify_ct); the prefill's share is in it
+cycle_ms         accept_len / tokens_per_s: the time of a verify step with its share of the prefills, so
+                 that accept_len beats the break-even exactly where tokens_per_s beats the baseline
 tokens_per_s     of one request: sum of completion tokens / sum of request latencies
 """
 
@@ -237,6 +238,9 @@ def _speed(passes: Sequence[Pass], concurrency: int) -> Speed:
     )
     answers = [a for p in here[SPECULATIVE] for a in p.answers]
     steps = sum(a.generation.spec_verify_ct or 0 for a in answers)
+    delivered = sum(
+        a.generation.completion_tokens - 1 - a.generation.num_retractions for a in answers
+    )
     rates = {name: _rate(mine) for name, mine in here.items()}
     spec = here[SPECULATIVE]
     beside = [(spec[i % len(spec)], b) for i, b in enumerate(here[BASELINE])]
@@ -246,7 +250,7 @@ def _speed(passes: Sequence[Pass], concurrency: int) -> Speed:
         speculative_tokens_per_s=rates[SPECULATIVE],
         baseline_throughput=plain,
         speculative_throughput=drafting,
-        cycle_ms=sum(a.seconds for a in answers) / steps * 1000,
+        cycle_ms=delivered / steps / rates[SPECULATIVE] * 1000,
         speedup=rates[SPECULATIVE] / rates[BASELINE],
         speedups=tuple(_rate([s]) / _rate([b]) for s, b in beside),
     )

@@ -195,6 +195,9 @@ def test_a_live_sitting_agrees_with_replay(bench: Path, servers: tuple[str, str,
     assert parity["replay_steps"] == parity["live_steps"] > 0
     assert live["accept_len_raw"] >= live["accept_len"]["value"] > 1
     assert [s["concurrency"] for s in live["speeds"]] == [1, 4]
+    for speed in live["speeds"]:  # or the break-even would contradict the rates
+        delivered = speed["speculative_tokens_per_s"] * speed["cycle_ms"] / 1000
+        assert delivered == pytest.approx(live["accept_len"]["value"])
     assert live["servers"]["speculative"]["speculative_algorithm"] == "EAGLE3"
     assert result["verdict"]["answer"] in ("pays", "does not pay", "undecided")
     assert result["break_even"]["cycle_ms"] == live["speeds"][0]["cycle_ms"]
