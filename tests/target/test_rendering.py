@@ -7,13 +7,15 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from typer.testing import CliRunner
 
+from datagen.cli.app import app
 from datagen.collect.conversation import row_seed
 from datagen.collect.job import CollectJob
-from datagen.collect.proof import preflight
+from datagen.collect.proof import preflight, rendering_of
 from datagen.config import collect_config
 from datagen.errors import FingerprintMismatch, PreflightRed
 from datagen.prompts.turns import answer_message
@@ -279,6 +281,34 @@ def test_servers_that_render_differently_do_not_serve_one_run(
         )  # fmt: skip
         with pytest.raises(PreflightRed, match="renders the probe conversations otherwise than"):
             asyncio.run(collected(config))
+        names = ("target", "tokenizer", "endpoints")
+        flags = [word for name in names for word in (f"--{name}", config[name])]
+        done = CliRunner().invoke(
+            app, ["preflight", *flags, "--spool-mib", "64", "--quick", "--json"]
+        )
+    assert not (tmp_path / "run" / "plan.arrow").exists(), "nothing is planned"
+    assert isinstance(done.exception, PreflightRed)
+    assert json.loads(done.stdout)["ok"] is False
+
+
+def place(where: str, rendering: Literal["ours", "server"] | None, ids: str | None) -> ServerChecks:
+    return ServerChecks(where, (), 0.0, rendering=rendering, rendered_sha256=ids)
+
+
+def test_a_server_that_tells_no_ids_is_not_trusted_to_render_as_the_others_do() -> None:
+    told, untold = place("http://a", "server", "x"), place("http://b", "ours", None)
+    with pytest.raises(PreflightRed, match=r"tells no prompt ids.*http://b"):
+        rendering_of([told, untold])
+    assert rendering_of([told, place("http://c", None, None)]) == "server", "it only captures"
+    assert rendering_of([untold, place("http://c", None, None)]) == "ours"
+
+
+def test_where_the_risk_is_accepted_a_server_renders_whose_ids_nobody_knows() -> None:
+    unknown = place("http://a", "server", None)
+    assert rendering_of([unknown, place("this machine", None, None)]) == "server"
+    assert rendering_of([unknown, place("http://b", "server", "x")]) == "server"
+    with pytest.raises(PreflightRed, match="otherwise than http://b"):
+        rendering_of([unknown, place("http://b", "server", "x"), place("http://c", "server", "y")])
 
 
 def test_reasoning_does_not_stand_in_a_later_turns_context_as_the_answer() -> None:
