@@ -120,7 +120,7 @@ async def capture_all(
         stack.callback(committer.close)
         stack.callback(encoders.close)
         shop = Workshop(
-            config=config, renderer=None,  # type: ignore[arg-type] # every prompt has its answer
+            config=config, renderer=None,  # every prompt has its answer
             dispatcher=dispatcher, commits=Commits(committer),
             encoders=encoders, budget=ByteBudget(config.spool_mib * MIB),
             progress=Progress(time.monotonic),

@@ -44,6 +44,7 @@ def preflight(
 ) -> None:
     """Prove that a server gives what the drafter will be fed; exit 1 when a check is red."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in collect
+    from datagen.collect.proof import disagreement
     from datagen.collect.proof import preflight as checked
     from datagen.config import collect_config
     from datagen.target.checks.subject import FULL, QUICK
@@ -65,14 +66,20 @@ def preflight(
             )
         )
     red = [r for p in places for r in p.reds(config.accept_risk)]
+    unlike = disagreement(places)
     if as_json:
-        accepted = list(config.accept_risk)
-        record = {"ok": not red, "accept_risk": accepted, "places": [p.as_dict() for p in places]}
+        record = {
+            "ok": not red and unlike is None,
+            "accept_risk": list(config.accept_risk),
+            "places": [p.as_dict() for p in places],
+        }
         out.print_json(json.dumps(record))
     else:
         _print(places, config.accept_risk)
     if red:
         raise typer.Exit(1)
+    if unlike is not None:
+        raise unlike
 
 
 def _print(places: Sequence[ServerChecks], accepted: Sequence[str]) -> None:

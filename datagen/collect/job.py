@@ -154,12 +154,12 @@ class CollectJob:
         if final is not None:
             require_whole_prefills(await inspect_server(final, config.profile))
         proof = await prove_servers(config, clients, renderer, final, notify)
+        rendering = rendering_of(proof)
         if stored is None:
             assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         proof.append(prove_host(config, layout, plan, notify))
-        rendering = rendering_of(proof)
         fingerprint = complete_fingerprint(
             offline, servers, renderer.digest, rendering, plan.digest
         )

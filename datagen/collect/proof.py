@@ -109,17 +109,34 @@ def stored_bytes(layout: RunLayout) -> int:
 
 def rendering_of(places: Sequence[ServerChecks]) -> RenderedBy:
     """Who renders the contexts of the run. Raises PreflightRed when its servers render differently."""
-    if all(p.rendering == "ours" for p in places):
-        return "ours"
-    first, *others = [p for p in places if p.rendered_sha256 is not None]
-    for other in others:
-        if other.rendered_sha256 != first.rendered_sha256:
-            raise PreflightRed(
-                f"its chat endpoint renders the probe conversations otherwise than {first.where} does",
-                where=other.where,
-                fix="serve all endpoints with one version of SGLang and one chat template",
+    unlike = disagreement(places)
+    if unlike is not None:
+        raise unlike
+    return "server" if any(p.rendering == "server" for p in places) else "ours"
+
+
+def disagreement(places: Sequence[ServerChecks]) -> PreflightRed | None:
+    """Why servers cannot render the contexts of one run: two of them are not proven to do it alike."""
+    asked = [p for p in places if p.rendering is not None]
+    if all(p.rendering == "ours" for p in asked):
+        return None
+    known = [p for p in asked if p.rendered_sha256 is not None]
+    for place in asked:
+        if place.rendered_sha256 is None and place.rendering == "ours":
+            found = (
+                "it tells no prompt ids, so nothing proves that it renders as the other servers do"
             )
-    return "server"
+        elif known and place.rendered_sha256 not in (None, known[0].rendered_sha256):
+            found = "its chat endpoint renders the probe conversations otherwise than "
+            found += f"{known[0].where} does"
+        else:
+            continue
+        return PreflightRed(
+            found,
+            where=place.where,
+            fix="serve all endpoints with one version of SGLang and one chat template",
+        )
+    return None
 
 
 def proof_record(config: CollectConfig, places: Sequence[ServerChecks]) -> dict[str, Any]:

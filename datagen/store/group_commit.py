@@ -81,6 +81,7 @@ class GroupCommitter:
                     break
             ending = None in orders
             self._carry_out([o for o in orders if o is not None])
+            orders.clear()  # their rows, a gigabyte of them, would stay until the next batch
 
     def _carry_out(self, orders: list[Order]) -> None:
         applied: dict[int, tuple[PartitionStore, list[Order]]] = {}

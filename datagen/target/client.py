@@ -257,10 +257,15 @@ class SGLangClient:
         """The ids that the model was given for a chat of one token. Raises as `generate`."""
         asked = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
         body = {**chat_body(messages, tools, kwargs), **asked}
-        async with asyncio.timeout(self.timeouts.row):
-            answer = await self._request("POST", "/v1/chat/completions", body)
+        try:
+            async with asyncio.timeout(self.timeouts.row):
+                answer = await self._request("POST", "/v1/chat/completions", body)
+        except TimeoutError as e:
+            waited = f"no chat in {self.timeouts.row:.0f} s"
+            raise EndpointFailure("row_timeout", waited) from e
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        return prompt_ids_of(choices[0] if choices else None, "prompt_token_ids")
+        first = choices[0] if isinstance(choices, list) and choices else None
+        return prompt_ids_of(first, "prompt_token_ids")
 
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""

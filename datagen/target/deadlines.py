@@ -19,6 +19,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._open: set[Deadline] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def within(self, seconds: float) -> Deadline:
         """A limit for the block that the running task enters with it."""
@@ -27,15 +28,16 @@ class Deadlines:
     def add(self, deadline: Deadline) -> None:
         """Watch `deadline`."""
         self._open.add(deadline)
-        if self._timer is None:
-            self._arm()
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._loop is not loop:  # a loop that has ended keeps its timer
+            self._arm(loop)
 
     def remove(self, deadline: Deadline) -> None:
         """Its block is left."""
         self._open.discard(deadline)
 
-    def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._timer = loop, loop.call_later(LOOK_EVERY_S, self._look)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -44,7 +46,7 @@ class Deadlines:
             deadline.end()
         self._timer = None
         if self._open:
-            self._arm()
+            self._arm(asyncio.get_running_loop())
 
 
 class Deadline:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -195,6 +196,25 @@ def test_a_cancelled_order_is_not_carried_out(tmp_path: Path) -> None:
     store.close()
     assert journaled(tmp_path) == 0
     assert not told
+
+
+def test_the_rows_of_a_batch_are_not_kept_until_the_next(tmp_path: Path) -> None:
+    class Rows:
+        """Something that can be watched."""
+
+    def take(_: Rows, store: PartitionStore) -> None:
+        reject(store, 0)
+
+    store, committer, rows = open_store(tmp_path), GroupCommitter(), Rows()
+    alive = weakref.ref(rows)
+    submit(committer, store, partial(take, rows)).result(timeout=10)
+    del rows
+    deadline = time.monotonic() + 5
+    while alive() is not None:
+        assert time.monotonic() < deadline, "the writer still holds them"
+        time.sleep(0.01)
+    committer.close()
+    store.close()
 
 
 def test_closing_carries_out_what_is_queued_and_refuses_what_comes_after(tmp_path: Path) -> None:

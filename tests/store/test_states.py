@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import random
+import struct
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import ConfigError, CorruptFile
 from datagen.store import responses
+from datagen.store.arrow_message import _batch, blocks_of
 from datagen.store.arrow_part import ArrowPart
 from datagen.store.codecs import REGISTRY, codec_named
 from datagen.store.codecs._planes import FIT_TOKENS
@@ -238,6 +241,31 @@ def test_columns_that_contradict_each_other_are_refused_by_row(
     path = rewritten(shard_of(tmp_path / "states-000.arrow", [states_like(9)]), {}, **columns)
     with pytest.raises(CorruptFile, match="row 0"):
         ShardReader(path).states(0)
+
+
+@pytest.mark.parametrize("codec", REGISTRY)
+def test_a_buffer_cut_anywhere_in_its_last_number_is_refused_or_other_data(
+    tmp_path: Path, codec: str
+) -> None:
+    spec = dataclasses.replace(SPEC, codec=codec)
+    raw = shard_of(tmp_path / "states-000.arrow", [states_like(9)], spec).read_bytes()
+    ((offset, metadata, body),) = blocks_of(lambda at, n: raw[at : at + n], len(raw)).tolist()
+    _, _, buffers = _batch(raw[offset + 8 : offset + metadata], body)
+    bad, refused = tmp_path / "bad.arrow", 0
+    for place, length in buffers:
+        for cut in (1, 4, 7) if length else ():
+            changed = bytearray(raw)
+            at = raw.index(struct.pack("<qq", place, length), offset)
+            changed[at : at + 16] = struct.pack("<qq", place, max(0, length - cut))
+            bad.write_bytes(changed)
+            try:
+                reader = ShardReader(bad)
+                reader.states(0)
+                reader.raw_plane(0)
+                reader.stored_bytes(0)
+            except CorruptFile:
+                refused += 1
+    assert refused > 6
 
 
 def test_a_file_that_is_no_shard_is_refused(tmp_path: Path) -> None:

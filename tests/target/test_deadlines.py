@@ -52,6 +52,19 @@ async def test_a_cancellation_by_others_stays_one_even_when_the_time_is_over_too
         await task
 
 
+def test_a_limit_holds_in_a_later_event_loop_too() -> None:
+    """A client may be entered again: the timer of a loop that has ended fires no more."""
+    deadlines = Deadlines()
+
+    async def block(limit_s: float, takes_s: float) -> None:
+        with deadlines.within(limit_s):
+            await asyncio.sleep(takes_s)
+
+    asyncio.run(block(30, 0))
+    with pytest.raises(TimeoutError):
+        asyncio.run(block(0.05, 5))
+
+
 async def test_no_timer_runs_while_no_block_is_open() -> None:
     deadlines = Deadlines()
     with deadlines.within(5):

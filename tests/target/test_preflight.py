@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -23,11 +24,14 @@ from datagen.target.checks.answers import check_parity
 from datagen.target.checks.captured import check_batch
 from datagen.target.checks.host import check_disk
 from datagen.target.checks.probes import Answer, Attempt, Evidence
+from datagen.target.checks.rendering import check_rendering
+from datagen.target.checks.renderings import Rendered
 from datagen.target.checks.served import check_version
 from datagen.target.checks.subject import QUICK, Subject
 from datagen.target.checks.suite import NAMES
-from datagen.target.checks.verdict import require_known
+from datagen.target.checks.verdict import Skipped, require_known
 from datagen.target.client import SGLangClient
+from datagen.target.failures import RowFailure
 from datagen.target.profile import Profile
 from datagen.target.tokens import TemplateRenderer
 from tests.target.faulty import faulty
@@ -247,6 +251,24 @@ def test_versions_beyond_the_tested_ones_are_red(
     checkpoint: Path, version: str, status: str
 ) -> None:
     assert check_version(subject_of(checkpoint), evidence(version=version)).status == status
+
+
+def test_a_conversation_that_the_server_refuses_hides_no_difference_in_another(
+    checkpoint: Path,
+) -> None:
+    subject = dataclasses.replace(subject_of(checkpoint), rendering="ours")
+    refused = RowFailure("http_400", "System role not supported")
+    found = evidence()
+    found.rendered = {
+        "one turn": Rendered([1, 2], [1, 2], [1, 2]),
+        "several turns": Rendered([1], refused, refused),
+    }
+    with pytest.raises(Skipped, match="System role not supported"):
+        check_rendering(subject, found)
+    found.rendered["tools"] = Rendered([1, 2], [1, 3], [1, 3])
+    finding = check_rendering(subject, found)
+    assert finding.status == "red"
+    assert "'tools' differs from token 1" in finding.measured
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.005, "ok"), (0.5, "red")])

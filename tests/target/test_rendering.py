@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
 
+from datagen.cli.app import app
 from datagen.collect.conversation import row_seed
 from datagen.collect.job import CollectJob
-from datagen.collect.proof import preflight
+from datagen.collect.proof import preflight, rendering_of
 from datagen.config import collect_config
 from datagen.errors import FingerprintMismatch, PreflightRed
 from datagen.prompts.turns import answer_message
@@ -27,6 +31,8 @@ from datagen.target.checks.renderings import TIDES, TOOLS, conversations
 from datagen.target.checks.subject import QUICK
 from datagen.target.checks.suite import NAMES
 from datagen.target.checks.verdict import ServerChecks
+from datagen.target.client import SGLangClient, Timeouts
+from datagen.target.failures import EndpointFailure, RowFailure
 from tests.kimi import THINK_END, token_id, write_kimi_checkpoint
 from tests.target.faulty import faulty
 from tests.tiny import write_tiny_profile
@@ -279,6 +285,72 @@ def test_servers_that_render_differently_do_not_serve_one_run(
         )  # fmt: skip
         with pytest.raises(PreflightRed, match="renders the probe conversations otherwise than"):
             asyncio.run(collected(config))
+        names = ("target", "tokenizer", "endpoints")
+        flags = [word for name in names for word in (f"--{name}", config[name])]
+        done = CliRunner().invoke(
+            app, ["preflight", *flags, "--spool-mib", "64", "--quick", "--json"]
+        )
+    assert not (tmp_path / "run" / "plan.arrow").exists(), "nothing is planned"
+    assert isinstance(done.exception, PreflightRed)
+    assert json.loads(done.stdout)["ok"] is False
+
+
+def place(where: str, rendering: Literal["ours", "server"] | None, ids: str | None) -> ServerChecks:
+    return ServerChecks(where, (), 0.0, rendering=rendering, rendered_sha256=ids)
+
+
+def test_a_server_that_tells_no_ids_is_not_trusted_to_render_as_the_others_do() -> None:
+    told, untold = place("http://a", "server", "x"), place("http://b", "ours", None)
+    with pytest.raises(PreflightRed, match=r"tells no prompt ids.*http://b"):
+        rendering_of([told, untold])
+    assert rendering_of([told, place("http://c", None, None)]) == "server", "it only captures"
+    assert rendering_of([untold, place("http://c", None, None)]) == "ours"
+
+
+def test_where_the_risk_is_accepted_a_server_renders_whose_ids_nobody_knows() -> None:
+    unknown = place("http://a", "server", None)
+    assert rendering_of([unknown, place("this machine", None, None)]) == "server"
+    assert rendering_of([unknown, place("http://b", "server", "x")]) == "server"
+    with pytest.raises(PreflightRed, match="otherwise than http://b"):
+        rendering_of([unknown, place("http://b", "server", "x"), place("http://c", "server", "y")])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [7, {}, {"choices": {}}, {"choices": {"message": 1}}, {"choices": [7]},
+     {"choices": [{"prompt_token_ids": [1, "2"]}]}],
+)  # fmt: skip
+async def test_a_chat_that_tells_no_ids_is_a_failure_of_its_request(answer: Any) -> None:
+    async def chat(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    with pytest.raises(RowFailure, match="no list of ids"):
+        await chat_of_one_token(chat)
+
+
+async def test_a_chat_that_is_not_answered_in_time_is_a_failure_of_its_request() -> None:
+    ended = asyncio.Event()
+
+    async def chat(_: web.Request) -> web.Response:
+        await ended.wait()
+        return web.json_response({})
+
+    with pytest.raises(EndpointFailure, match="no chat in"):
+        await chat_of_one_token(chat, ended.set)
+
+
+async def chat_of_one_token(
+    chat: Callable[[web.Request], Awaitable[web.Response]], after: Callable[[], None] = lambda: None
+) -> None:
+    routes = web.Application()
+    routes.router.add_post("/v1/chat/completions", chat)
+    async with TestServer(routes) as server:
+        url = str(server.make_url(""))
+        async with SGLangClient(url, timeouts=Timeouts(row=0.2)) as client:
+            try:
+                await client.chat_prompt_ids([{"role": "user", "content": "Hello"}], None, {})
+            finally:
+                after()
 
 
 def test_reasoning_does_not_stand_in_a_later_turns_context_as_the_answer() -> None:

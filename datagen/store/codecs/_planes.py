@@ -238,9 +238,10 @@ def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryvie
     first, last = two_ends(list_ends)
     if not 0 <= first <= last:
         raise ValueError(f"frames {first} to {last}")
-    ends = present(frame_ends)[8 * first : 8 * (last + 1)].cast("q").tolist()
-    if len(ends) != last - first + 1:
-        raise ValueError(f"{len(ends)} ends of {last - first} frames")
+    stored = present(frame_ends)[8 * first : 8 * (last + 1)]
+    if len(stored) != 8 * (last - first + 1):
+        raise ValueError(f"{len(stored)} bytes of ends of {last - first} frames")
+    ends = stored.cast("q").tolist()
     return (
         [present(frames)[a:b] for a, b in itertools.pairwise(ends)],
         present(plane)[slice(*two_ends(plane_ends))],

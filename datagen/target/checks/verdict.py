@@ -64,8 +64,8 @@ class ServerChecks:
     seconds: float
     speeds: Speeds | None = None
     captured_tokens: int = 0
-    rendering: Literal["ours", "server"] = "ours"
-    """Who renders the contexts of a run on this server."""
+    rendering: Literal["ours", "server"] | None = None
+    """Who renders the contexts of a run on this server; None: it has none to render."""
     rendered_sha256: str | None = None
     """Of the ids that the server's chat endpoint makes of the probe conversations."""
 
