@@ -24,7 +24,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from datagen.collect.commits import Commits
-from datagen.collect.gate import PartitionGate
+from datagen.collect.gate import MOST_OPEN, PartitionGate
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
@@ -168,23 +168,30 @@ async def drive(
             "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
         }[args.policy]
         run, capacity, hungry = await stack.enter_async_context(source())
-        gate = PartitionGate(lambda: max(2, -(-capacity() // args.partition) + 1), hungry)
+        unfinished = 0
+        gate = PartitionGate(
+            lambda: max(2, -(-capacity() // args.partition) + 1),
+            lambda: hungry() and unfinished < MOST_OPEN * capacity(),
+        )
         commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
-            nonlocal asked
+            nonlocal asked, unfinished
             if store.outcome(prompt_id(row), 0) is Outcome.PENDING:
                 asked += 1
                 said = response(row, await run(row, int(tokens[row])))
                 await commits.run(store, lambda s: s.add_response(said))
+            unfinished -= 1
 
         async def partition(index: int) -> None:
+            nonlocal unfinished
             try:
                 store = await asyncio.to_thread(
                     PartitionStore.open, layout.partition(index), fingerprint_digest=DIGEST,
                     spec=SPEC, shard_bytes=1 << 28,
                 )  # fmt: skip
                 rows = range(index * args.partition, min((index + 1) * args.partition, args.rows))
+                unfinished += len(rows)
                 async with asyncio.TaskGroup() as group:
                     for row in rows:
                         group.create_task(one(store, row))

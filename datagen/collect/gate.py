@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 
 LOOK_EVERY_S = 0.1
+MOST_OPEN = 3
+"""Times what the servers hold: unfinished rows above which no partition is opened beyond the limit."""
 MOST = 4
 """Times the limit that may be open when the open ones have only their longest answers left."""
 
