@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from datagen.collect.commits import Commits
-from datagen.collect.gate import MOST_OPEN, PartitionGate
+from datagen.collect.gate import Fed, PartitionGate
 from datagen.fanout.config import DispatchConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.endpoint import Endpoint
@@ -104,7 +105,7 @@ Run = Callable[[int, int], Awaitable[Answered[Generation]]]
 @asynccontextmanager
 async def shared_queue(
     clients: Sequence[SGLangClient], window: int, limit: int, one_long_in: int
-) -> AsyncIterator[tuple[Run, Callable[[], int], Callable[[], bool]]]:
+) -> AsyncIterator[tuple[Run, Fed]]:
     """The product: one dispatcher over all servers, and what it learns of lengths as the job does."""
     learnt = LengthModel()
     config = DispatchConfig(window=WindowConfig(initial=window, maximum=limit))
@@ -123,13 +124,21 @@ async def shared_queue(
             learnt.observe(kind, tokens)
             return answered
 
-        yield run, lambda: dispatcher.capacity, lambda: dispatcher.hungry
+        yield run, dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Servers whose rows are bound beforehand."""
+
+    capacity: int
+    hungry: bool = False
 
 
 @asynccontextmanager
 async def bound_rows(
     clients: Sequence[SGLangClient], window: int, *, in_order: bool
-) -> AsyncIterator[tuple[Run, Callable[[], int], Callable[[], bool]]]:
+) -> AsyncIterator[tuple[Run, Fed]]:
     """How peers do it: row i belongs to server i mod n. `in_order`: a full server holds up all."""
     slots = [asyncio.Semaphore(window) for _ in clients]
     turn = asyncio.Lock()
@@ -148,7 +157,7 @@ async def bound_rows(
         finally:
             slots[server].release()
 
-    yield run, lambda: 10**9 if not in_order else window * len(clients), lambda: False
+    yield run, Bound(window * len(clients) if in_order else 10**9)
 
 
 async def drive(
@@ -167,34 +176,28 @@ async def drive(
             "static": lambda: bound_rows(clients, args.window, in_order=False),
             "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
         }[args.policy]
-        run, capacity, hungry = await stack.enter_async_context(source())
-        unfinished = 0
-        gate = PartitionGate(
-            lambda: max(2, -(-capacity() // args.partition) + 1),
-            lambda: hungry() and unfinished < MOST_OPEN * capacity(),
-        )
+        run, servers = await stack.enter_async_context(source())
+        gate = PartitionGate(args.partition, lambda: servers)
         commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
-            nonlocal asked, unfinished
+            nonlocal asked
             if store.outcome(prompt_id(row), 0) is Outcome.PENDING:
                 asked += 1
                 said = response(row, await run(row, int(tokens[row])))
                 await commits.run(store, lambda s: s.add_response(said))
-            unfinished -= 1
 
         async def partition(index: int) -> None:
-            nonlocal unfinished
             try:
                 store = await asyncio.to_thread(
                     PartitionStore.open, layout.partition(index), fingerprint_digest=DIGEST,
                     spec=SPEC, shard_bytes=1 << 28,
                 )  # fmt: skip
                 rows = range(index * args.partition, min((index + 1) * args.partition, args.rows))
-                unfinished += len(rows)
+                gate.opened(len(rows))
                 async with asyncio.TaskGroup() as group:
                     for row in rows:
-                        group.create_task(one(store, row))
+                        group.create_task(one(store, row)).add_done_callback(gate.ended)
                 await commits.run(store, lambda s: s.seal(len(rows)))
                 await commits.run(store, lambda s: s.close())
             finally:

@@ -16,7 +16,7 @@ from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
 from datagen.collect.endings import first_cause
-from datagen.collect.gate import MOST_OPEN, PartitionGate
+from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
 from datagen.collect.metrics import serving_metrics
 from datagen.collect.opening import (
@@ -70,12 +70,13 @@ class CollectJob:
     manifest: Manifest | None = None
     _shop: Workshop | None = None
     _encoder: Encoder | None = None
-    _open_prompts: int = 0
     gate: PartitionGate = field(init=False)
     """Admits partitions: `await gate.admit()` before `collect_partition`, `gate.release()` after."""
 
     def __post_init__(self) -> None:
-        self.gate = PartitionGate(lambda: self.max_open_partitions, self._wants_partitions)
+        self.gate = PartitionGate(
+            self.config.partition_prompts, lambda: self._open_shop().dispatcher
+        )
 
     @classmethod
     @asynccontextmanager
@@ -212,20 +213,6 @@ class CollectJob:
             if not self.layout.partition(i).summary.exists()
         ]
 
-    @property
-    def max_open_partitions(self) -> int:
-        """Enough for the servers' windows, and one more; the gate opens others as rows run short."""
-        shop = self._open_shop()
-        return max(2, -(-shop.dispatcher.capacity // self.config.partition_prompts) + 1)
-
-    def _wants_partitions(self) -> bool:
-        """True when servers could soon stand idle, and few of the open prompts are unfinished."""
-        dispatcher = self._open_shop().dispatcher
-        return dispatcher.hungry and self._open_prompts < MOST_OPEN * dispatcher.capacity
-
-    def _prompt_left(self, _: asyncio.Task[None]) -> None:
-        self._open_prompts -= 1
-
     async def collect_partition(self, index: int) -> PartitionSummary:
         """Bring every row of one partition to its outcome, and seal it. Safe to repeat.
 
@@ -240,10 +227,10 @@ class CollectJob:
                 collected=counts.collected, rejects=dict(counts.rejects), prompts_done=0
             )
             async with asyncio.TaskGroup() as conversations:
-                self._open_prompts += len(prompts)
+                self.gate.opened(len(prompts))
                 for prompt in prompts:
                     task = conversations.create_task(collect_prompt(shop, store, prompt))
-                    task.add_done_callback(self._prompt_left)
+                    task.add_done_callback(self.gate.ended)
             summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -64,29 +65,46 @@ def test_too_few_descriptors_are_named_before_a_row_is_sent() -> None:
         ensure_descriptors(hard)
 
 
-async def test_a_gate_follows_its_limit() -> None:
-    limit = 2
-    gate = PartitionGate(lambda: limit, lambda: False)
+@dataclass
+class Servers:
+    capacity: int
+    hungry: bool = False
+
+
+async def test_a_gate_follows_the_servers_windows() -> None:
+    servers = Servers(capacity=10)
+    gate = PartitionGate(10, lambda: servers)
     await gate.admit()
     await gate.admit()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(gate.admit(), 0.05)
     gate.release()
     await asyncio.wait_for(gate.admit(), 0.5)
-    limit = 3
+    servers.capacity = 20
     await asyncio.wait_for(gate.admit(), 2)
 
 
 async def test_a_gate_opens_wider_while_servers_could_stand_idle() -> None:
-    hungry = True
-    gate = PartitionGate(lambda: 2, lambda: hungry)
+    servers = Servers(capacity=10, hungry=True)
+    gate = PartitionGate(10, lambda: servers)
     for _ in range(3):
         await asyncio.wait_for(gate.admit(), 2)
-    hungry = False
+    servers.hungry = False
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(gate.admit(), 0.5)
-    hungry = True
+    servers.hungry = True
     for _ in range(5):
         await asyncio.wait_for(gate.admit(), 2)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(gate.admit(), 0.5)
+
+
+async def test_a_gate_opens_no_wider_while_many_rows_are_unfinished() -> None:
+    gate = PartitionGate(10, lambda: Servers(capacity=10, hungry=True))
+    for _ in range(3):
+        await asyncio.wait_for(gate.admit(), 2)
+        gate.opened(10)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gate.admit(), 0.5)
+    gate.ended()
+    await asyncio.wait_for(gate.admit(), 2)
