@@ -1,8 +1,8 @@
 """The fan-out against a server that takes exactly known time: client cost, makespan, kills, resume.
 
-python benchmarks/fanout.py                  # everything, an hour
-python benchmarks/fanout.py cpu kills        # some parts
-python benchmarks/fanout.py cpu --specforge PATH --speculators PATH --peer-python PYTHON
+python -m benchmarks.fanout                    # everything, an hour
+python -m benchmarks.fanout cpu kills          # some parts
+python -m benchmarks.fanout cpu --specforge PATH --speculators PATH --peer-python PYTHON
 
 cpu       client CPU of a 1,000-token response, HTTP to journal: <= 0.5 ms, >= 2,000 rows/s and core at
           1,024 in flight, <= 150 MB; a bare aiohttp loop and the peers' scripts beside it
@@ -20,141 +20,25 @@ Needs a C compiler for nullserver.c.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import multiprocessing
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.fanout_client import DIGEST, forked, prompt_id
+from benchmarks.fanout_bench import ANSWER_TOKENS, ROOT, Bench, Result
+from benchmarks.fanout_client import DIGEST, prompt_id
+from benchmarks.fanout_kills import kills
+from benchmarks.fanout_makespan import CASES, makespan
 from datagen.embedded.weights import ensure_checkpoint
 from datagen.store.journal import Entry, Journal, Kind, read_journal
 from datagen.store.layout import RunLayout
-from datagen.store.responses import ResponsesReader
 
-ROOT = Path(__file__).resolve().parents[1]
-Result = dict[str, Any]
 STEP_US = 5
-ANSWER_TOKENS = 1000
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.fanout_client"])
-
-
-def answer(tokens: int = ANSWER_TOKENS) -> bytes:
-    """A response of `tokens`, as SGLang's /generate words it."""
-    meta = {
-        "id": "x", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 100,
-        "completion_tokens": tokens, "cached_tokens": 0, "e2e_latency": 1.0,
-    }  # fmt: skip
-    body = {"text": text(tokens), "output_ids": token_ids(tokens), "meta_info": meta}
-    return json.dumps(body).encode()
-
-
-def chat_answer(tokens: int = ANSWER_TOKENS) -> bytes:
-    """The same as /v1/chat/completions words it, with the ids that speculators asks for."""
-    message = {"role": "assistant", "content": text(tokens)}
-    choice = {
-        "index": 0,
-        "message": message,
-        "finish_reason": "stop",
-        "token_ids": token_ids(tokens),
-    }
-    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": tokens + 100}
-    body = {"id": "x", "object": "chat.completion", "created": 0, "model": "null", "usage": usage,
-            "choices": [choice], "prompt_token_ids": list(range(100))}  # fmt: skip
-    return json.dumps(body).encode()
-
-
-def token_ids(tokens: int) -> list[int]:
-    """Ids as a model with a vocabulary of tens of thousands gives them, and a stop token."""
-    return [1000 + 37 * i % 30000 for i in range(tokens - 1)] + [2]
-
-
-def text(tokens: int) -> str:
-    """Some words for so many tokens."""
-    return " ".join(f"word{i % 97}" for i in range(int(tokens * 0.74)))
-
-
-class Bench:
-    """A compiled server, a folder, and clients."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.binary = folder, folder / "nullserver"
-        source = ROOT / "benchmarks" / "nullserver.c"
-        subprocess.run(["cc", "-O2", "-o", self.binary, source, "-lm"], check=True)
-        self._ports = iter(range(random.randint(20000, 40000), 65000))
-
-    def server(
-        self, *, slots: int, step_us: float, body: bytes, port: int = 0
-    ) -> tuple[subprocess.Popen[str], int]:
-        """A server on a port of its own, that answers `body`; wait for it."""
-        said = self.folder / f"body-{hashlib.sha256(body).hexdigest()[:8]}.json"
-        said.write_bytes(body)
-        while True:
-            at = port or next(self._ports)
-            process = subprocess.Popen(
-                [self.binary, str(at), str(slots), str(step_us), said],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            )  # fmt: skip
-            assert process.stdout is not None
-            if process.stdout.readline().strip() == "serving":
-                return process, at
-
-    @contextmanager
-    def serving(
-        self, *steps_us: float, slots: int, tokens: int = ANSWER_TOKENS, chat: bool = False
-    ) -> Iterator[tuple[list[subprocess.Popen[str]], list[int]]]:
-        """One server for each step time."""
-        body = chat_answer(tokens) if chat else answer(tokens)
-        made = [self.server(slots=slots, step_us=s, body=body) for s in steps_us]
-        processes, ports = [m[0] for m in made], [m[1] for m in made]
-        try:
-            yield processes, ports
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-    def client(self, ports: Sequence[int], run: Path, **flags: Any) -> subprocess.Popen[str]:
-        """A client; returned once it begins."""
-        urls = [f"http://127.0.0.1:{p}" for p in ports]
-        arguments = [str(x) for k, v in flags.items() for x in (f"--{k.replace('_', '-')}", v)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.fanout_client", "--run", run, *arguments, "--urls", *urls],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != "started":
-            raise RuntimeError("the client did not start")
-        return process
-
-    def drive(self, ports: Sequence[int], run: Path, **flags: Any) -> Result:
-        """A client from its beginning to its end."""
-        return finish(self.client(ports, run, **flags))
-
-
-def finish(client: subprocess.Popen[str]) -> Result:
-    """What a client says at its end."""
-    out, _ = client.communicate()
-    if client.returncode:
-        raise RuntimeError(f"the client failed: {client.returncode}")
-    result: Result = json.loads(out)
-    return result
 
 
 RAW = """
@@ -270,172 +154,8 @@ def memory(bench: Bench, args: argparse.Namespace) -> Result:
             peaks[rows] = bench.drive(ports, run, rows=rows, window=1024, mean=20)["peak_rss_mib"]
             shutil.rmtree(run)
     few, many = peaks.values()
-    return {"peak_rss_mib": peaks, "passed": many - few < 20 and many <= 150}
-
-
-MEAN_S, SIGMA, MOST, SLOTS, ONE_LONG_IN = 0.4, 0.6, 4.0, 32, 10
-CASES = {
-    "shared": 1.02,
-    "killed": 1.05,
-    "slow": 1.08,
-    "static": None,
-    "round-robin": None,
-    "static slow": None,
-}
-"""Each with the most it may take of the ideal; those of the peers' kind are for comparison."""
-
-
-def makespan(bench: Bench, args: argparse.Namespace) -> Result:
-    """Wall time against tokens / capacity, undisturbed, disturbed, and as peers bind rows."""
-    return {name: one_makespan(bench, name, args.rows) for name in args.cases or CASES}
-
-
-def one_makespan(bench: Bench, name: str, rows: int) -> Result:
-    """One case."""
-    step_us = MEAN_S * 1e6 / ANSWER_TOKENS
-    steps = [step_us] * 3 + [step_us * 2 if "slow" in name else step_us]
-    policy = name.split()[0] if name.split()[0] in ("static", "round-robin") else "shared"
-    run = bench.folder / name.replace(" ", "-")
-    chaos = None
-    with bench.serving(*steps, slots=SLOTS, tokens=50) as (processes, ports):
-        if name == "killed":
-            after_s = 0.4 * rows * MEAN_S / (4 * SLOTS)
-            chaos = threading.Thread(
-                target=outage, args=(bench, processes, ports[0], step_us, after_s)
-            )
-        client = bench.client(
-            ports, run, mean=ANSWER_TOKENS, sigma=SIGMA, most=MOST, rows=rows, partition=100,
-            one_long_in=ONE_LONG_IN, window=SLOTS, policy=policy,
-            limit=SLOTS + (8 if policy == "shared" else 0),
-        )  # fmt: skip
-        if chaos:
-            chaos.start()
-        took = finish(client)
-        if chaos:
-            chaos.join()
-    shutil.rmtree(run)
-    capacity = sum(step_us / s for s in steps) * SLOTS
-    lost_s = OUTAGE_S * SLOTS if chaos else 0.0
-    ideal_s = (took["tokens"] * step_us * 1e-6 + lost_s) / capacity
-    over, bar = took["wall_s"] / ideal_s, CASES[name]
-    result: Result = {
-        "load_average": os.getloadavg()[0], "rows": rows, "slots": 4 * SLOTS, "bar": bar,
-        "wall_s": took["wall_s"], "ideal_s": ideal_s, "over_ideal": over,
-        "longest_share": took["longest"] * max(steps) * 1e-6 / ideal_s, "asked": took["asked"],
-        "passed": bar is None or over <= bar,
-    }  # fmt: skip
-    print(f"      {name}: {result}", flush=True)
-    return result
-
-
-OUTAGE_S = 10.0
-
-
-def outage(
-    bench: Bench, processes: list[subprocess.Popen[str]], port: int, step_us: float, after_s: float
-) -> None:
-    """SIGKILL the first server, and start it again ten seconds later."""
-    time.sleep(after_s)
-    processes[0].kill()
-    processes[0].wait()
-    time.sleep(OUTAGE_S)
-    processes[0] = bench.server(slots=SLOTS, step_us=step_us, body=answer(50), port=port)[0]
-
-
-def stored(run: Path, rows: int) -> Counter[tuple[str, int, bytes]]:
-    """What is on disk, sealed: prompt, turn and ids of each response, and how often."""
-    layout = RunLayout(run)
-    seen: Counter[tuple[str, int, bytes]] = Counter()
-    for index in range(-(-rows // KILL_PARTITION)):
-        partition = layout.partition(index)
-        for number in partition.numbers("responses"):
-            seen.update(
-                (r.prompt_id, r.turn, r.response_ids.tobytes())
-                for r in ResponsesReader(partition.responses(number))
-            )
-    return seen
-
-
-KILL_ROWS, KILL_WINDOW, KILL_PARTITION, KILLS_OF_A_RUN = 2000, 64, 100, 10
-KILL_RATE = 64 / 0.05  # rows a second of its server
-
-
-def kills(bench: Bench, args: argparse.Namespace) -> Result:
-    """SIGKILL at random moments between the first row and the last, ten of each run; then its end.
-
-    What is on disk is compared with an undisturbed run; rows asked for in vain are counted by the server.
-    """
-    log: list[Result] = []
-    flags = ["--rows", KILL_ROWS, "--window", KILL_WINDOW, "--limit", KILL_WINDOW, "--mean", 1000,
-             "--sigma", 0.5, "--partition", KILL_PARTITION]  # fmt: skip
-    with bench.serving(50, slots=64, tokens=50) as (_, ports):
-        url = f"http://127.0.0.1:{ports[0]}"
-
-        def client(run: Path) -> BaseProcess:
-            arguments = [*map(str, flags), "--run", str(run), "--urls", url]
-            process = FORKS.Process(target=forked, args=(arguments,))
-            process.start()
-            return process
-
-        def whole(run: Path) -> Counter[tuple[str, int, bytes]]:
-            process = client(run)
-            process.join()
-            if process.exitcode:
-                raise RuntimeError(f"the client failed: {process.exitcode}")
-            found = stored(run, KILL_ROWS)
-            shutil.rmtree(run)
-            return found
-
-        undisturbed = whole(bench.folder / "undisturbed")
-        good = undisturbed.total() == len(undisturbed) == KILL_ROWS
-        seed = -1
-        while good and len(log) < args.kills:
-            seed += 1
-            run, rng = bench.folder / f"kill-{seed}", random.Random(seed)
-            of_run: list[Result] = []
-            for moment in sorted(rng.uniform(0, 1) for _ in range(KILLS_OF_A_RUN)):
-                asked, had, began = served(ports[0]), journaled(run, KILL_ROWS), time.monotonic()
-                process = client(run)
-                while journaled(run, KILL_ROWS) < moment * KILL_ROWS and process.is_alive():
-                    time.sleep(0.002)
-                time.sleep(rng.uniform(0, 0.05))  # between two commits, too
-                process.kill()
-                delay = time.monotonic() - began
-                process.join()
-                has = journaled(run, KILL_ROWS)
-                if process.exitcode != -signal.SIGKILL or not 0 < has < KILL_ROWS:
-                    continue  # before the first row, or after the last: not counted
-                redone = served(ports[0]) - asked - (has - had)
-                good = good and 0 <= redone <= KILL_WINDOW + KILL_RATE
-                of_run.append(
-                    {"seed": seed, "delay_s": round(delay, 3), "row": has, "redone": redone}
-                )
-            same = whole(run) == undisturbed
-            good = good and same
-            log += of_run
-            rows = [entry["row"] for entry in of_run]
-            print(
-                f"      run {seed}, killed at rows {rows}: {'same' if same else 'DIFFERS'}",
-                flush=True,
-            )
-    most = max((entry["redone"] for entry in log), default=0)
-    return {"kills": len(log), "runs": seed + 1, "most_redone": most, "log": log, "rows": KILL_ROWS,
-            "rate": KILL_RATE, "passed": good and len(log) >= args.kills}  # fmt: skip
-
-
-def served(port: int) -> int:
-    """Rows a server has answered."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats") as answer:
-        return int(json.load(answer)["served"])
-
-
-def journaled(run: Path, rows: int) -> int:
-    """Rows with a response, by the journals."""
-    layout = RunLayout(run)
-    return sum(
-        int((read_journal(layout.partition(i).journal)["kind"] == Kind.RESPONSE).sum())
-        for i in range(-(-rows // KILL_PARTITION))
-    )
+    mb = 2**20 / 1e6
+    return {"peak_rss_mib": peaks, "passed": (many - few) * mb < 20 and many * mb <= 150}
 
 
 def resume(bench: Bench, _: argparse.Namespace) -> Result:
