@@ -36,13 +36,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.finetune_kimi import drawn_drafter, sizes
 from datagen.drafter.config import DrafterConfig
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
 from datagen.drafter.model import Drafter
 from datagen.drafter.packing import filled, usable
-from datagen.drafter.rope import Rope
 from datagen.drafter.rows import Batch, Sample, pack
 from datagen.drafter.settings import TrainConfig
 from datagen.drafter.step import StepLoss, depth_weights
@@ -158,13 +158,7 @@ def kimi(given: argparse.Namespace) -> Result:
     device = torch.device(given.device)
     depths, tokens = given.depths or 5, given.batch_tokens or 8192
     hidden = given.hidden
-    vocab_size, draft = 163_840 * hidden // 7168, 32_000 * hidden // 7168
-    config = DrafterConfig(
-        hidden_size=hidden, intermediate_size=18_432 * hidden // 7168, num_heads=64, num_kv_heads=64,
-        head_dim=hidden // 64, vocab_size=vocab_size, draft_vocab_size=draft, rope=Rope(50_000.0),
-        max_positions=262_144, boundaries=(2, 30, 58),
-    )  # fmt: skip
-    words = by_frequency({}, draft, vocab_size)
+    vocab_size, draft, _ = sizes(hidden)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     g = torch.Generator(device=device).manual_seed(0)
 
@@ -175,15 +169,8 @@ def kimi(given: argparse.Namespace) -> Result:
         drawn(vocab_size, hidden), drawn(vocab_size, hidden), torch.ones(hidden, device=device),
         1e-5, LogitRule(), "kimi_k25", 262_144, {},
     )  # fmt: skip
-    with torch.device(device):
-        drafter = Drafter(config)
-    drafter._table = config.rope.table(config.head_dim)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.02, generator=g)
-        drafter.d2t.copy_(words.d2t)
-        drafter.t2d.copy_(words.t2d)
+    drafter, words = drawn_drafter(hidden, device, g)
+    config = drafter.config
     length, context = 1024, 256
     samples = []
     for i in range(max(1, tokens // length)):

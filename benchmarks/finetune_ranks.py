@@ -25,12 +25,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.finetune_kimi import BOUNDARIES, HEADS, MAX_POSITIONS, drawn_drafter, sizes
 from datagen.drafter.checkpoint import export_files
-from datagen.drafter.config import DrafterConfig
 from datagen.drafter.curves import read_metrics
-from datagen.drafter.model import Drafter
-from datagen.drafter.rope import Rope
-from datagen.drafter.vocab import by_frequency
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import ManifestHeader, StatesEntry, build_manifest
@@ -39,9 +36,7 @@ from datagen.store.plan import Plan, PlannedPrompt, write_plan
 from datagen.store.responses import Response
 from datagen.store.states import StatesSpec
 
-BOUNDARIES = (2, 30, 58)
 LENGTH, CONTEXT, HELD_OUT = 1024, 256, 2
-HEADS = 64
 LOG_EVERY = 3
 Result = dict[str, Any]
 
@@ -96,7 +91,7 @@ def _launched(given: Namespace, folder: Path, count: int) -> Result:
 def make(given: Namespace, folder: Path) -> None:
     """Run, target and init drafter in `folder`, drawn on the device."""
     hidden, device = given.hidden, torch.device(given.device)
-    vocab, draft = 163_840 * hidden // 7168, 32_000 * hidden // 7168
+    vocab, draft, _ = sizes(hidden)
     g = torch.Generator(device=device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -111,28 +106,15 @@ def make(given: Namespace, folder: Path) -> None:
     save_file(tensors, folder / "target" / "model.safetensors")
     target = {
         "model_type": "kimi_k2", "vocab_size": vocab, "hidden_size": hidden, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 262_144, "tie_word_embeddings": False,
-        "num_attention_heads": HEADS, "intermediate_size": 18_432 * hidden // 7168,
+        "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
+        "num_attention_heads": HEADS, "intermediate_size": sizes(hidden)[2],
     }  # fmt: skip
     (folder / "target" / "config.json").write_text(json.dumps(target))
-    words = by_frequency({}, draft, vocab)
-    config = DrafterConfig(
-        hidden_size=hidden, intermediate_size=18_432 * hidden // 7168, num_heads=HEADS,
-        num_kv_heads=HEADS, head_dim=hidden // HEADS, vocab_size=vocab, draft_vocab_size=draft,
-        rope=Rope(50_000.0), max_positions=262_144, boundaries=BOUNDARIES,
-    )  # fmt: skip
-    with torch.device(device):
-        drafter = Drafter(config)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.02, generator=g)
-    drafter.d2t.copy_(words.d2t)
-    drafter.t2d.copy_(words.t2d)
+    drafter, _ = drawn_drafter(hidden, device, g)
     (folder / "init").mkdir()
     export_files(
-        folder / "init", config, drafter.state_dict(), target_type="kimi_k2",
-        context_length=262_144,
+        folder / "init", drafter.config, drafter.state_dict(), target_type="kimi_k2",
+        context_length=MAX_POSITIONS,
     )  # fmt: skip
     _make_run(given.samples, folder / "run", hidden, draft, head_VH, drawn)
     (folder / "made").touch()
