@@ -62,6 +62,10 @@ class StatesFaulty(DatagenError):
     """So many captures are refused that the engine, not the rows, must be at fault."""
 
 
+class EncodingFailed(DatagenError):
+    """The processes that encode captures cannot be started, or die."""
+
+
 class PreflightRed(DatagenError):
     """Checks of the target are red, and their risk was not accepted by name."""
 

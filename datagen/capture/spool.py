@@ -41,7 +41,7 @@ class SpoolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SpoolFile:
-    """One verified capture. `rows` is a buffer of n * width items of `dtype`, row-major."""
+    """One capture. `rows` is a buffer of n * width items of `dtype`, row-major."""
 
     rid: str
     n_tokens: int
@@ -53,6 +53,8 @@ class SpoolFile:
     server: str
     rows: memoryview
     input_ids: tuple[int, ...]
+    crc32: int
+    """What the engine says the rows sum to."""
 
 
 def default_spool(port: int) -> Path:
@@ -143,6 +145,14 @@ def read_spool(path: Path) -> SpoolFile:
 
     The rows stay mapped (no copy) and remain valid after the file is unlinked.
     """
+    spooled = map_spool(path)
+    if zlib.crc32(spooled.rows) != spooled.crc32:
+        raise SpoolError(f"{path}: checksum of the rows differs")
+    return spooled
+
+
+def map_spool(path: Path) -> SpoolFile:
+    """As `read_spool`, but the rows are not looked at: quick at any size."""
     with open(path, "rb") as f:
         size = os.fstat(f.fileno()).st_size
         if size < 16:
@@ -176,11 +186,11 @@ def read_spool(path: Path) -> SpoolFile:
     if n_tokens < 1 or width < 1 or size != base + end + 4 * n_tokens + 4:
         raise SpoolError(f"{path}: {size} bytes do not hold {n_tokens} x {width} {dtype}")
     rows = view[base : base + end]
-    (crc,) = struct.unpack_from("<I", view, size - 4)
-    if zlib.crc32(rows) != crc:
-        raise SpoolError(f"{path}: checksum of the rows differs")
+    (crc32,) = struct.unpack_from("<I", view, size - 4)
     ids = struct.unpack_from(f"<{n_tokens}i", view, base + end)
-    return SpoolFile(rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids)
+    return SpoolFile(
+        rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids, crc32
+    )
 
 
 @dataclass(frozen=True, slots=True)

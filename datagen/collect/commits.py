@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from datagen.store.group_commit import GroupCommitter, Order
 from datagen.store.partition import PartitionStore
@@ -15,18 +17,25 @@ MAX_QUEUED = 512
 
 
 class Commits:
-    """The group committer for coroutines. Made within the event loop that it serves."""
+    """Group committers for coroutines, each of the stores that fall to it. Made within its event loop."""
 
-    def __init__(self, committer: GroupCommitter) -> None:
-        self._committer = committer
+    def __init__(self, *committers: GroupCommitter) -> None:
+        self._next = itertools.cycle(committers)
+        self._of: WeakKeyDictionary[PartitionStore, GroupCommitter] = WeakKeyDictionary()
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Semaphore(MAX_QUEUED)
 
     async def run(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
-        """Run `action` on the writer thread; returns once its rows are durable. Raises its error."""
+        """Run `action` on the writer thread of `store`; returns once its rows are durable.
+
+        Raises its error.
+        """
         async with self._room:
             order = Order(store, action, self._told, ticket=self._loop.create_future())
-            self._committer.put(order)
+            committer = self._of.get(store)
+            if committer is None:
+                committer = self._of[store] = next(self._next)
+            committer.put(order)
             try:
                 await order.ticket
             except asyncio.CancelledError:

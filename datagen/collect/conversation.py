@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from datagen.capture.spool import SpoolError
 from datagen.collect.answers import fault
 from datagen.collect.context import Context
 from datagen.collect.workshop import Workshop
@@ -21,7 +22,6 @@ from datagen.errors import StatesFaulty
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import answer_message, context_messages, split_turns
-from datagen.store.guards import examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
@@ -29,6 +29,8 @@ from datagen.target.client import Generation
 from datagen.target.failures import RowFailure
 from datagen.target.states import Captured, capture_rows
 from datagen.target.tokens import Message
+
+DISCARD_ASIDE_BYTES = 4 << 20  # a change of threads costs as much as giving back so many
 
 
 def row_seed(run_seed: int, prompt_id: str, turn: int, refused: int = 0) -> int:
@@ -204,7 +206,7 @@ async def _capture(
 
     States that a guard refuses are asked for again, as after any failure of a row.
     """
-    profile, guards, loop = shop.config.profile, shop.guards, asyncio.get_running_loop()
+    profile, guards, encoders = shop.config.profile, shop.guards, shop.encoders
     refused = None
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
@@ -213,10 +215,15 @@ async def _capture(
         nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
         mode = shop.config.capture.mode
-        captured = await capture_rows(endpoint, ids, rid, profile, mode=mode, final=shop.final)
-        found = await loop.run_in_executor(None, examine, captured.rows, len(ids), guards.spec)
+        captured = await capture_rows(
+            endpoint, ids, rid, profile, mode=mode, final=shop.final, summed=not encoders.sums
+        )
         try:
+            found = await encoders.examine(captured, len(ids), guards.spec)
             refused = guards.judge(found, endpoint.url, first=refused is None)
+        except SpoolError as e:
+            captured.discard()
+            raise RowFailure("capture_torn", str(e)) from e
         except StatesFaulty:
             captured.discard()
             raise
@@ -235,7 +242,7 @@ async def _capture(
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
-        encoded = await shop.encoders.encode(store, captured.rows)
+        encoded = await encoders.encode(store, captured)
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -246,7 +253,10 @@ async def _capture(
                 encoded,
             ),
         )
-        captured.discard()
+        if n_bytes > DISCARD_ASIDE_BYTES:
+            await asyncio.to_thread(captured.discard)
+        else:
+            captured.discard()
     shop.progress.captured(len(ids), n_bytes)
 
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from datagen.collect.budget import ByteBudget
-from datagen.collect.commits import Commits
 from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
-from datagen.collect.encoding import EncodePool
 from datagen.collect.endings import first_cause
 from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
@@ -31,7 +29,7 @@ from datagen.collect.opening import (
 from datagen.collect.progress import Progress, ProgressSnapshot
 from datagen.collect.proof import proof_record, prove_host, prove_servers, rendering_of
 from datagen.collect.servers import server_specs
-from datagen.collect.workshop import Workshop
+from datagen.collect.workshop import Workshop, encoders_and_commits
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
 from datagen.fanout.dispatcher import Dispatcher
@@ -40,7 +38,6 @@ from datagen.prompts.mix import Mix, load_mix, mix_digest
 from datagen.store.atomic import write_atomic
 from datagen.store.encoder import Encoder
 from datagen.store.fingerprint import Fingerprint
-from datagen.store.group_commit import GroupCommitter
 from datagen.store.guards import Guards
 from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
@@ -170,10 +167,7 @@ class CollectJob:
             fingerprint.require_same(stored, layout.root)
         stack.enter_context(seldom_collected())
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
-        committer = GroupCommitter()
-        stack.callback(committer.close)
-        encoders = EncodePool()
-        stack.callback(encoders.close)
+        encoders, commits = stack.enter_context(encoders_and_commits(config))
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
         job._encoder = Encoder(states_spec(config), refit_after=REFIT_SAMPLES)
         job.preflight = proof_record(config, proof)
@@ -181,7 +175,7 @@ class CollectJob:
             config=config,
             renderer=renderer if rendering == "ours" else None,
             dispatcher=dispatcher,
-            commits=Commits(committer),
+            commits=commits,
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
-from datagen.collect.encoding import EncodePool
+from datagen.collect.encode_processes import EncodeProcesses
+from datagen.collect.encoding import EncodePool, Encoders, processes_for, writers_for
+from datagen.collect.opening import states_spec
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.lengths import LengthModel
+from datagen.store.group_commit import GroupCommitter
 from datagen.store.guards import Guards
 from datagen.store.partition import PartitionStore
 from datagen.target.client import SGLangClient
@@ -30,7 +34,7 @@ class Workshop:
     """None: the server that answers a turn renders it."""
     dispatcher: Dispatcher
     commits: Commits
-    encoders: EncodePool
+    encoders: Encoders
     budget: ByteBudget
     progress: Progress
     guards: Guards
@@ -40,5 +44,23 @@ class Workshop:
     lengths: LengthModel = field(default_factory=LengthModel)
 
     async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
-        """Run `action` on the writer thread; returns once its rows are durable."""
+        """Run `action` on the writer thread of `store`; returns once its rows are durable."""
         return await self.commits.run(store, action)
+
+
+@contextmanager
+def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[Encoders, Commits]]:
+    """What encodes a run's captures and what writes them, fit for its width and this machine.
+
+    Opened within the event loop of the run.
+    """
+    spec = states_spec(config)
+    asked = 0 if config.capture.mode == "json" else config.capture.encode_processes
+    processes = processes_for(spec, asked)
+    with ExitStack() as stack:
+        committers = [GroupCommitter() for _ in range(writers_for(processes))]
+        for committer in committers:
+            stack.callback(committer.close)
+        encoders = EncodeProcesses(spec, processes) if processes else EncodePool()
+        stack.callback(encoders.close)
+        yield encoders, Commits(*committers)

@@ -26,6 +26,12 @@ class Encoder:
         self.params: bytes | None = None
         """What the next sample is encoded with."""
 
+    @property
+    def settled(self) -> bytes | None:
+        """What every later sample is encoded with, here or elsewhere; None while it is still learnt."""
+        with self._gate:
+            return self.params if len(self._seen) >= self._refit_after else None
+
     def __call__(self, rows_TW: NDArray[np.uint16]) -> Encoded:
         """One sample, uint16 [n, W]. Raises ValueError on another width."""
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self._spec.width or not len(rows_TW):

@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from datagen.capture.spool import SpoolError, SpoolFile, discard, read_spool, spool_path
+from datagen.capture.spool import (
+    SpoolError,
+    SpoolFile,
+    discard,
+    map_spool,
+    read_spool,
+    spool_path,
+)
 from datagen.errors import CaptureUnproven
 from datagen.target.client import Capture
 from datagen.target.failures import RowFailure
@@ -30,10 +37,11 @@ async def take_capture(
     profile: Profile,
     *,
     patience_s: float = FILE_PATIENCE_S,
+    summed: bool = True,
 ) -> SpoolFile:
     """The verified spool file of `capture`; the caller discards it once its rows are stored.
 
-    Waits at most `patience_s` for it.
+    Waits at most `patience_s` for it. Not `summed`: the checksum of the rows is the caller's to compare.
 
     Raises CaptureUnproven when the engine captures something else than the profile says (the run
     must stop), RowFailure when this one file is torn, late or of another request (try again).
@@ -42,7 +50,7 @@ async def take_capture(
     path = capture.path
     if path.name != spool_path(path.parent, rid).name:
         raise RowFailure("capture_malformed", f"{path} is not the spool file of request {rid}")
-    spooled = await _published(path, patience_s, aside=capture.n_bytes > READ_ASIDE_BYTES)
+    spooled = await _published(path, patience_s, capture.n_bytes, summed=summed)
     require_profile(spooled.width, spooled.boundaries, spooled.final_norm, profile)
     if spooled.dtype != profile.capture_dtype:
         raise CaptureUnproven(
@@ -59,17 +67,19 @@ async def take_capture(
     return spooled
 
 
-async def _published(path: Path, patience_s: float, *, aside: bool) -> SpoolFile:
+async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: bool) -> SpoolFile:
     """Poll for the file (it appears whole, soon after the answer) or for its error note.
 
-    `aside`: read it on another thread; a large one would hold up every other capture.
+    A large one is summed on another thread; it would hold up every other capture.
     """
     note = path.with_name(path.name + ".err")
     loop = asyncio.get_running_loop()
     deadline, pause = loop.time() + patience_s, 0.002
     while True:
         try:
-            return await asyncio.to_thread(read_spool, path) if aside else read_spool(path)
+            if summed and n_bytes > READ_ASIDE_BYTES:
+                return await asyncio.to_thread(read_spool, path)
+            return read_spool(path) if summed else map_spool(path)
         except FileNotFoundError:
             pass
         except SpoolError as e:

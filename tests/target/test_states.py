@@ -70,10 +70,10 @@ async def test_json_and_spool_carry_the_same_bits(
         as_json = await capture_rows(client, IDS, "b", profile, mode="json")
         assert spooled.path is not None
         assert spooled.path.exists()
+        assert (spooled.rows == as_json.rows).all()
         spooled.discard()
         assert not spooled.path.exists()
         assert as_json.path is None
-        assert (spooled.rows == as_json.rows).all()
         assert as_json.rows.shape == (len(IDS), profile.row_width)
         require_whole_prefills(await inspect_server(client, profile))
 

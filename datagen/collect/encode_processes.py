@@ -1,0 +1,293 @@
+"""Processes that look at spool files and encode them, so that this one only asks, judges and writes.
+
+Each has a socket, over which one job at a time goes, and memory that both sides map, in blocks: what it
+encoded is written to the shard straight from there. A block is lent out with what lies in it and comes
+back when nobody refers to that any more. What waits is bounded by the spool's budget, what is encoded and
+not yet written by the blocks. A process that dies is replaced and its job done again, once. They end when
+their socket does: with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from datagen.capture.spool import SpoolError
+from datagen.collect.encode_worker import MESSAGE_BYTES
+from datagen.collect.encoding import EncodePool
+from datagen.errors import EncodingFailed
+from datagen.store.codecs import Encoded
+from datagen.store.guards import Refused, Sound
+from datagen.store.partition import PartitionStore
+from datagen.store.states import StatesSpec
+from datagen.target.states import Captured
+
+BLOCKS = 2  # of a process: one is filled while the other is written
+ATTEMPTS = 2
+PATIENCE_S = 300.0  # 128K tokens of Kimi's take 10 s
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MIMALLOC_PURGE_DELAY": "-1",
+}  # fmt: skip
+"""Memory given back is cleared page by page when it is asked for again, a third of the time of encoding."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    request: dict[str, Any]
+    done: asyncio.Future[Any]
+    params: bytes | None = None
+    """Of a job that encodes: what with."""
+    lost: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    child: subprocess.Popen[bytes]
+    channel: socket.socket
+    memory: list[int]
+    """A descriptor a block."""
+    maps: list[mmap.mmap | None]
+    free: set[int]
+    job: _Job | None = None
+    alarm: asyncio.TimerHandle | None = None
+    ready: bool = False
+
+
+class EncodeProcesses:
+    """`count` processes for captures of `spec`. Made, used and closed within one event loop.
+
+    The first samples of a run, from which the codec learns, are encoded by a thread here, and so is
+    what came as JSON.
+    """
+
+    sums = True
+
+    def __init__(self, spec: StatesSpec, count: int) -> None:
+        self._spec, self._loop = spec, asyncio.get_running_loop()
+        self._threads, self._learning = EncodePool(1), asyncio.Lock()
+        self._looks: deque[_Job] = deque()
+        self._encodes: deque[_Job] = deque()
+        self._failed: EncodingFailed | None = None
+        self._stillborn = 0
+        self._workers = {self._started() for _ in range(count)}
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [w.child.pid for w in self._workers]
+
+    async def examine(self, captured: Captured, n_tokens: int, spec: StatesSpec) -> Sound | Refused:
+        """Checksum and every value. Goes before what is to be encoded: a server's slot waits for it.
+
+        Raises SpoolError, EncodingFailed.
+        """
+        if captured.path is None:
+            return await self._threads.examine(captured, n_tokens, spec)
+        request = {"path": str(captured.path), "n_tokens": n_tokens}
+        found = await self._run(self._looks, _Job(request, self._loop.create_future()))
+        if "sound" in found:
+            return Sound(tuple(found["sound"]))
+        if "refused" in found:
+            return Refused(*found["refused"])
+        raise SpoolError(found.get("torn") or found["gone"])
+
+    async def encode(self, store: PartitionStore, captured: Captured) -> Encoded:
+        """The rows as `store` keeps them; waits for its turn. Raises EncodingFailed."""
+        params = store.encode.settled
+        if params is None:
+            async with self._learning:  # one after the other: the rest need not be learnt from
+                params = store.encode.settled
+                if params is None:
+                    return await self._threads.encode(store, captured)
+        if captured.path is not None:
+            request = {"path": str(captured.path), "params": base64.b64encode(params).decode()}
+            found = await self._run(
+                self._encodes, _Job(request, self._loop.create_future(), params)
+            )
+            if isinstance(found, Encoded):
+                return found
+        return await self._threads.encode(store, captured)  # its file is gone, its rows are not
+
+    def close(self) -> None:
+        """Drop what waits, and end the processes."""
+        for worker in self._workers:
+            self._let_go(worker)
+        for worker in self._workers:
+            try:
+                worker.child.wait(10)
+            except subprocess.TimeoutExpired:
+                worker.child.kill()
+                worker.child.wait()
+        for job in (*self._looks, *self._encodes):
+            job.done.cancel()
+        self._threads.close()
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    async def _run(self, queue: deque[_Job], job: _Job) -> Any:
+        if self._failed is not None:
+            raise self._failed
+        queue.append(job)
+        self._match()
+        return await job.done
+
+    def _match(self) -> None:
+        """Give jobs to whoever is free."""
+        for worker in [w for w in self._workers if w.ready and w.job is None]:
+            if self._looks:
+                self._give(worker, self._looks.popleft())
+            elif self._encodes and worker.free:
+                job = self._encodes.popleft()
+                job.request["block"] = worker.free.pop()
+                self._give(worker, job)
+
+    def _give(self, worker: _Worker, job: _Job) -> None:
+        worker.job = job
+        worker.alarm = self._loop.call_later(PATIENCE_S, worker.child.kill)
+        with contextlib.suppress(OSError):  # it has died, which its socket tells too
+            worker.channel.send(json.dumps(job.request).encode())
+
+    def _heard(self, worker: _Worker) -> None:
+        try:
+            message = worker.channel.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._lost(worker)
+            return
+        said, job, worker.job = json.loads(message), worker.job, None
+        worker.ready, self._stillborn = True, 0
+        if job is not None:
+            assert worker.alarm is not None
+            worker.alarm.cancel()
+            self._told(worker, job, said)
+        self._match()
+
+    def _told(self, worker: _Worker, job: _Job, said: dict[str, Any]) -> None:
+        block = job.request.get("block")
+        if "exp" in said and not job.done.done():
+            assert block is not None
+            assert job.params is not None
+            job.done.set_result(self._lend(worker, block, said, job.params))
+            return
+        if block is not None:
+            worker.free.add(block)
+        if job.done.done():  # nobody waits for it any more
+            return
+        if "failed" in said:
+            job.done.set_exception(
+                EncodingFailed(
+                    f"a capture cannot be encoded: {said['failed']}", where=job.request["path"]
+                )
+            )
+        else:
+            job.done.set_result(said)
+
+    def _lend(self, worker: _Worker, block: int, said: dict[str, Any], params: bytes) -> Encoded:
+        """What lies in `block`, which comes back when it is not referred to any more."""
+        size = sum(said["exp"]) + said["sm"]
+        mapped = worker.maps[block]
+        if mapped is None or len(mapped) < size:
+            mapped = worker.maps[block] = mmap.mmap(
+                worker.memory[block], size, access=mmap.ACCESS_READ
+            )
+        whole = np.frombuffer(mapped, dtype=np.uint8, count=size)
+        weakref.finalize(whole, self._given_back, worker, block).atexit = False
+        view, frames, at = whole.data, [], 0
+        for length in said["exp"]:
+            frames.append(view[at : at + length])
+            at += length
+        return Encoded(frames, view[at:], params, tuple(said["shape"]))
+
+    def _given_back(self, worker: _Worker, block: int) -> None:
+        """On whatever thread was the last to refer to it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._free, worker, block)
+
+    def _free(self, worker: _Worker, block: int) -> None:
+        worker.free.add(block)
+        self._match()
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def _started(self) -> _Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory = [os.memfd_create("datagen-encoded") for _ in range(BLOCKS)]
+        with theirs:
+            child = subprocess.Popen(
+                [
+                    sys.executable, "-m", "datagen.collect.encode_worker", str(theirs.fileno()),
+                    ",".join(map(str, memory)), json.dumps(asdict(self._spec)),
+                ],
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *memory),
+                env=KEEP_MEMORY | os.environ,
+            )  # fmt: skip
+        ours.setblocking(False)
+        worker = _Worker(child, ours, memory, [None] * BLOCKS, set(range(BLOCKS)))
+        self._loop.add_reader(ours, self._heard, worker)
+        return worker
+
+    def _let_go(self, worker: _Worker) -> None:
+        self._loop.remove_reader(worker.channel)
+        worker.channel.close()
+        for fd in worker.memory:  # what is lent stays mapped
+            os.close(fd)
+        if worker.alarm is not None:
+            worker.alarm.cancel()
+
+    def _lost(self, worker: _Worker) -> None:
+        """It has died: another takes its place and its job, unless the job seems to be why."""
+        self._workers.remove(worker)
+        self._let_go(worker)
+        worker.child.kill()
+        ended = _ended(worker.child.wait())
+        job = worker.job
+        self._stillborn += not worker.ready
+        if self._stillborn > len(self._workers) + 1:
+            self._give_up(EncodingFailed(f"a process that encodes {ended} before it could begin"))
+        else:
+            self._workers.add(self._started())
+        if job is None:
+            return
+        job.lost += 1
+        job.request.pop("block", None)
+        if job.done.done():
+            return
+        if job.lost < ATTEMPTS:
+            (self._looks if job.params is None else self._encodes).appendleft(job)
+            return
+        job.done.set_exception(
+            EncodingFailed(
+                f"two processes died over one capture, the last {ended}",
+                where=job.request["path"],
+                fix="if memory is short, lower --spool-mib; everything collected is on disk",
+            )
+        )
+
+    def _give_up(self, why: EncodingFailed) -> None:
+        self._failed = why
+        for queue in (self._looks, self._encodes):
+            while queue:
+                job = queue.popleft()
+                if not job.done.done():
+                    job.done.set_exception(why)
+
+
+def _ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
