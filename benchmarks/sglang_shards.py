@@ -2,6 +2,7 @@
 
     python benchmarks/sglang_shards.py --python PY --model DIR [--widen] --processes 1,4 [-- server flags]
 
+(or `--null` in place of a model: drawn rows of Kimi's width and no engine, on any machine)
 starts one server with the capture plugin, and lets the collector's own code (`collect_prompt` over stored
 responses: dispatcher, client, spool, guards, encoders, group commit, seal) capture the same samples onto
 tmpfs, then onto a disk. `--processes`: numbers of collectors side by side, each with partitions of its own.
@@ -34,25 +35,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import uvloop
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machine import busy, most_in, synced_bytes_per_s, thread_seconds  # noqa: E402
-from benchmarks.sglang_server import Server, widen  # noqa: E402
+from benchmarks.machine import (  # noqa: E402
+    busy,
+    most_in,
+    process_seconds,
+    synced_bytes_per_s,
+    thread_seconds,
+)
+from benchmarks.sglang_null import Null  # noqa: E402
+from benchmarks.sglang_server import KIMI_WIDE, Server, widen  # noqa: E402
 from datagen.collect.budget import ByteBudget  # noqa: E402
-from datagen.collect.commits import Commits  # noqa: E402
 from datagen.collect.conversation import collect_prompt  # noqa: E402
-from datagen.collect.encoding import EncodePool  # noqa: E402
+from datagen.collect.encoding import writers_for  # noqa: E402
 from datagen.collect.job import REFIT_SAMPLES  # noqa: E402
 from datagen.collect.opening import states_spec  # noqa: E402
 from datagen.collect.progress import Progress  # noqa: E402
-from datagen.collect.workshop import Workshop  # noqa: E402
+from datagen.collect.workshop import Workshop, encoders_and_commits  # noqa: E402
 from datagen.config import MIB, CollectConfig, collect_config  # noqa: E402
 from datagen.fanout.dispatcher import Dispatcher  # noqa: E402
+from datagen.fanout.garbage import seldom_collected  # noqa: E402
 from datagen.fanout.server import ServerSpec  # noqa: E402
 from datagen.store.encoder import Encoder  # noqa: E402
-from datagen.store.group_commit import GroupCommitter  # noqa: E402
 from datagen.store.guards import Guards  # noqa: E402
 from datagen.store.layout import PartitionLayout, RunLayout  # noqa: E402
 from datagen.store.partition import PartitionStore  # noqa: E402
@@ -76,7 +84,7 @@ def config_of(given: dict[str, Any], share: int) -> CollectConfig:
     config = collect_config(
         endpoints=given["url"], spool_mib=max(given["spool_mib"] // share, 256),
         concurrency=given["concurrency"] // share, max_concurrency=given["concurrency"] // share,
-        shard_mib=given["shard_mib"],
+        shard_mib=given["shard_mib"], encode_processes=given["encode_processes"],
     )  # fmt: skip
     return config.model_copy(update={"profile": profile})
 
@@ -116,12 +124,12 @@ async def capture_all(
         client = await stack.enter_async_context(SGLangClient(url))
         specs = [ServerSpec(client, limit=limit // share)]
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
-        committer, encoders = GroupCommitter(), EncodePool(given["encode_threads"] // share or 1)
-        stack.callback(committer.close)
-        stack.callback(encoders.close)
+        stack.enter_context(seldom_collected())
+        encoders, commits = stack.enter_context(encoders_and_commits(config))
+        pids = [os.getpid(), *getattr(encoders, "pids", [])]
         shop = Workshop(
             config=config, renderer=None,  # every prompt has its answer
-            dispatcher=dispatcher, commits=Commits(committer),
+            dispatcher=dispatcher, commits=commits,
             encoders=encoders, budget=ByteBudget(config.spool_mib * MIB),
             progress=Progress(time.monotonic),
             guards=Guards(states_spec(config), max_fault_rate=config.max_fault_rate),
@@ -154,7 +162,8 @@ async def capture_all(
             await shop.commit(store, lambda s: s.seal(len(prompts)))
 
         await asyncio.to_thread(gate.wait)
-        before, start, used_before = thread_seconds(), time.time(), busy()
+        before, of_processes = thread_seconds(), [process_seconds([pid]) for pid in pids]
+        start, used_before = time.time(), busy()
         watching = asyncio.create_task(watch())
         async with asyncio.TaskGroup() as group:
             for _, store, prompts in opened:
@@ -162,13 +171,20 @@ async def capture_all(
         end, used_after = time.time(), busy()
         watching.cancel()
         used = thread_seconds() - before
+        spent = [
+            {k: after[k] - earlier[k] for k in after}
+            for after, earlier in zip(
+                [process_seconds([pid]) for pid in pids], of_processes, strict=True
+            )
+        ]
         counts = [store.counts() for _, store, _ in opened]
         for _, store, _ in opened:
             store.close()
     return {
         "start": start, "end": end, "busy": (used_before, used_after), "most_held": most_held,
         "collected": sum(c.collected for c in counts), "rejects": [c.rejects for c in counts if c.rejects],
-        "cpu_s": dict(used), "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cpu_s": dict(used), "own": spent[0], "encoders": spent[1:], "writers": writers_for(len(pids) - 1),
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }  # fmt: skip
 
 
@@ -181,7 +197,7 @@ def collector(
     out: Any,
 ) -> None:
     """Entry of a collector's process."""
-    out.put(asyncio.run(capture_all(given, share, root, samples, gate)))
+    out.put(uvloop.run(capture_all(given, share, root, samples, gate)))
 
 
 def run(
@@ -214,14 +230,25 @@ def run(
         sys.exit(f"{sum(f['collected'] for f in found)} of {len(lengths)} samples: {found}")
     raw, stored = sum(lengths) * row, sum(f.stat().st_size for f in root.rglob("states-*.arrow"))
     cpu: Counter[str] = sum((Counter(f["cpu_s"]) for f in found), Counter())
+    processes_of = {"collectors": [f["own"] for f in found],
+        "encode_processes": [e for f in found for e in f["encoders"]]}  # fmt: skip
     shutil.rmtree(root)
     return {
         "processes": processes, "samples": len(lengths), "tokens": sum(lengths), "seconds": wall,
         "raw_bytes_per_s": raw / wall, "tokens_per_s": sum(lengths) / wall, "codec_ratio": raw / stored,
+        "encode_processes": len(processes_of["encode_processes"]) // processes,
+        "writers": found[0]["writers"],
         "most_bytes_asked_for": sum(f["most_held"] for f in found), "cap_bytes": given["spool_mib"] * MIB,
         "most_bytes_in_spool": spooled[0], "machine_cpus_busy": used / wall,
         "peak_rss": max(f["peak_rss"] for f in found),
-        "cpus_of_parts": {k: round(v / wall, 2) for k, v in cpu.most_common()},
+        "cpus_of_parts": {k: round(v / wall, 2) for k, v in cpu.most_common() if v > 0.02},
+        "per_gb": {
+            kind: {
+                "processes": len(parts),
+                **{k: round(sum(p[k] for p in parts) / raw * 1e9, 3) for k in ("user", "system", "faults")},
+            }
+            for kind, parts in processes_of.items()
+        },
     }  # fmt: skip
 
 
@@ -229,7 +256,7 @@ def main() -> None:
     """Parse, run, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--python", default=sys.executable, help="of SGLang's environment")
-    parser.add_argument("--model", required=True, type=Path)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--widen", action="store_true", help="a random model of 7168 x 6 layers")
     parser.add_argument("--boundaries", default="2,15,27")
     parser.add_argument("--processes", default="1,4", help="numbers of collectors to compare")
@@ -237,7 +264,10 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=40000)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--spool-mib", type=int, default=8192, help="cap of bytes in flight")
-    parser.add_argument("--encode-threads", type=int, default=12, help="of all collectors together")
+    parser.add_argument(
+        "--encode-processes", type=int, default=-1, help="of each collector; 0: threads"
+    )
+    parser.add_argument("--null", action="store_true", help="drawn rows of Kimi's width, no engine")
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=8, help="of each run, at 3 GB/s")
     parser.add_argument("--rate", type=float, default=3e9)
@@ -254,17 +284,21 @@ def main() -> None:
         if args.widen:
             model = folder / "wide"
             widen(args.model, model)
-        shape = json.loads((model / "config.json").read_text())
+        shape = KIMI_WIDE if args.null else json.loads((model / "config.json").read_text())
         given = {
             "url": f"http://127.0.0.1:{args.port}", "spool": args.spool, "vocabulary": args.vocabulary,
             "boundaries": [int(b) for b in args.boundaries.split(",")], "hidden": shape["hidden_size"],
             "layers": shape["num_hidden_layers"], "concurrency": args.concurrency,
             "spool_mib": args.spool_mib, "shard_mib": args.shard_mib,
             "tokens": [int(x) for x in args.tokens.split(",")],
-            "encode_threads": args.encode_threads,
+            "encode_processes": args.encode_processes,
         }  # fmt: skip
         counts = [int(n) for n in args.processes.split(",")]
-        server = Server(SimpleNamespace(**vars(args)), model, folder)  # type: ignore[arg-type]
+        server: Null | Server
+        if args.null:
+            server = Null(args.port, args.spool, args.boundaries, shape["hidden_size"])
+        else:
+            server = Server(SimpleNamespace(**vars(args)), model, folder)  # type: ignore[arg-type]
         try:
             server.wait(args.start_s)
             result = measured(args, given, counts)
@@ -272,11 +306,15 @@ def main() -> None:
         finally:
             server.stop()
             shutil.rmtree(args.spool, ignore_errors=True)
+    kind = "null" if args.null else "shards"
+    name_of_model = (
+        "none: drawn rows" if args.null else "random 7168 x 6" if args.widen else model.name
+    )
     result |= {"cpus": os.cpu_count(), "boundaries": args.boundaries, "flags": args.flags,
-        "model": "random 7168 x 6" if args.widen else args.model.name}  # fmt: skip
+        "concurrency": args.concurrency, "tokens": args.tokens, "model": name_of_model}  # fmt: skip
     print(json.dumps(result, indent=2))
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"sglang-capture-shards-{date.today().isoformat()}.json"
+    path = args.out / f"sglang-capture-{kind}-{date.today().isoformat()}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
@@ -289,7 +327,7 @@ def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int])
         memory.append(run(given, count, args.memory / base, args.seconds, args.rate))
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
-    shard, files = args.shard_mib * MIB, best["processes"]
+    shard, files = args.shard_mib * MIB, best["processes"] * best["writers"]
 
     def synced() -> dict[str, float]:
         where = args.disk / base
@@ -299,7 +337,7 @@ def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int])
         }
 
     before = synced()
-    disk = run(given, files, args.disk / base, args.seconds / 2, args.rate)
+    disk = run(given, best["processes"], args.disk / base, args.seconds / 2, args.rate)
     after = synced()
     for how in before:
         rate = statistics.mean((before[how], after[how]))
