@@ -21,11 +21,13 @@ import sys
 import weakref
 from collections import deque
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from datagen.capture.spool import SpoolError
+from datagen.collect import encode_worker
 from datagen.collect.encode_worker import MESSAGE_BYTES
 from datagen.collect.encoding import EncodePool
 from datagen.errors import EncodingFailed
@@ -232,11 +234,10 @@ class EncodeProcesses:
         with theirs:
             child = subprocess.Popen(
                 [
-                    sys.executable, "-m", "datagen.collect.encode_worker", str(theirs.fileno()),
+                    sys.executable, "-P", "-m", encode_worker.__name__, str(theirs.fileno()),
                     ",".join(map(str, memory)), json.dumps(asdict(self._spec)),
                 ],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *memory),
-                env=KEEP_MEMORY | os.environ,
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *memory), env=_environment(),
             )  # fmt: skip
         ours.setblocking(False)
         worker = _Worker(child, ours, memory, [None] * BLOCKS, set(range(BLOCKS)))
@@ -287,6 +288,13 @@ class EncodeProcesses:
                 job = queue.popleft()
                 if not job.done.done():
                     job.done.set_exception(why)
+
+
+def _environment() -> dict[str, str]:
+    """Ours. The code is that of this process, whatever lies in the directory it was started from."""
+    root = str(Path(encode_worker.__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return KEEP_MEMORY | os.environ | {"PYTHONPATH": path}
 
 
 def _ended(code: int) -> str:

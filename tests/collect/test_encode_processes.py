@@ -245,3 +245,15 @@ def test_a_laptop_and_a_narrow_target_keep_to_threads(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     assert processes_for(kimi, None) == 0
     assert writers_for(0) == 1
+
+
+async def test_they_run_the_code_of_the_collector_not_what_lies_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "datagen").mkdir()
+    (tmp_path / "datagen" / "__init__.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    async with processes() as pool:
+        found = await pool.examine(spooled(tmp_path, states_like(9, seed=1)), 9, SPEC)
+    assert isinstance(found, Sound)
