@@ -16,6 +16,8 @@ from datagen.target.profile import Profile, SplitSampling, load_profile
 from datagen.target.tokens import Rendering as Rendering
 
 MIB = 1 << 20
+SPOOL_MIB, WIDE_SPOOL_MIB = 1024, 8192
+"""The wide one: 3 GB/s, half a second on their way from the request to the journal, and some to spare."""
 OnLength = Literal["keep", "reject", "longer"]
 """What becomes of an answer cut at max_new_tokens: kept as it is, rejected, or asked for once more with
 twice the room."""
@@ -62,7 +64,7 @@ class CollectConfig(StrictModel):
     tokenizer: str | None = None
     partition_prompts: int = Field(default=25, ge=1, le=65536)
     shard_mib: int = Field(default=256, ge=1)
-    spool_mib: int = Field(default=1024, ge=1)
+    spool_mib: int = Field(default=SPOOL_MIB, ge=1)
     """Most bytes of hidden states asked for and not yet stored."""
     max_fault_rate: float = Field(default=0.05, ge=0, le=1)
     """Share of captures that guards may refuse before the run stops: the engine is at fault then."""
@@ -121,7 +123,7 @@ def collect_config(
     tokenizer: str = "",
     partition_prompts: int = 25,
     shard_mib: int = 256,
-    spool_mib: int = 1024,
+    spool_mib: int = 0,
     concurrency: int = 32,
     max_concurrency: int = 0,
     attempts: int = 3,
@@ -142,9 +144,10 @@ def collect_config(
     `run`: a name under `runs_dir`, or a path. `endpoints`: URLs separated by commas, each serving
     both roles unless written `generate=URL` or `capture=URL`; empty is the profile's. `limit`,
     `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
-    is the profile's. `max_concurrency`: 0 keeps within each server's CUDA graphs, a number is taken
-    at its word. `rendering`: auto, ours or server. `encode_processes`: negative is as this machine
-    needs. `accept_risk`: checks that may be red, comma separated. Raises ConfigError, ProfileError.
+    is the profile's. `spool_mib`: 0 is what its width needs. `max_concurrency`: 0 keeps within each
+    server's CUDA graphs, a number is taken at its word. `rendering`: auto, ours or server.
+    `encode_processes`: negative is as this machine needs. `accept_risk`: checks that may be red, comma
+    separated. Raises ConfigError, ProfileError.
     """
     profile = load_profile(target)
     urls, only = _endpoints(endpoints or profile.endpoint)
@@ -171,7 +174,7 @@ def collect_config(
             "tokenizer": tokenizer or None,
             "partition_prompts": partition_prompts,
             "shard_mib": shard_mib,
-            "spool_mib": spool_mib,
+            "spool_mib": spool_mib or (WIDE_SPOOL_MIB if profile.wide else SPOOL_MIB),
             "rendering": rendering,
             "capture": {
                 "mode": capture_mode,

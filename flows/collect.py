@@ -35,7 +35,7 @@ async def datagen(
     tokenizer: str = "",
     partition_prompts: PositiveInt = 25,
     shard_mib: PositiveInt = 256,
-    spool_mib: PositiveInt = 1024,
+    spool_mib: NonNegativeInt = 0,
     concurrency: PositiveInt = 32,
     max_concurrency: NonNegativeInt = 0,
     attempts: PositiveInt = 3,
@@ -68,7 +68,7 @@ async def datagen(
         tokenizer: Directory of the target's tokenizer; empty finds it.
         partition_prompts: Prompts in a partition, which is one task run.
         shard_mib: Size at which a shard is sealed.
-        spool_mib: Most hidden states asked for and not yet stored.
+        spool_mib: Most hidden states asked for and not yet stored; 0 is 1024, or 8192 of a wide target.
         concurrency: First window of each endpoint.
         max_concurrency: Most rows at an endpoint; 0 is what its CUDA graphs hold.
         attempts: Attempts before a row is rejected.

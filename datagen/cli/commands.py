@@ -73,7 +73,7 @@ def collect(
     tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
     partition_prompts: Annotated[int, typer.Option(help="Prompts in a partition.")] = 25,
     shard_mib: Annotated[int, typer.Option(help="Size at which a shard is sealed.")] = 256,
-    spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
+    spool_mib: Annotated[int, typer.Option(help="Most states in flight; 0: by width.")] = 0,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
     max_concurrency: Annotated[
         int, typer.Option(help="Most rows at an endpoint; 0: what its CUDA graphs hold.")

@@ -28,7 +28,7 @@ def preflight(
     run: Annotated[str, typer.Option(help="A run whose plan needs room.")] = "demo",
     runs_dir: Annotated[str, typer.Option(help="Where runs named without a path live.")] = "runs",
     tokenizer: Annotated[str, typer.Option(help="Directory of the target's tokenizer.")] = "",
-    spool_mib: Annotated[int, typer.Option(help="Most states in flight.")] = 1024,
+    spool_mib: Annotated[int, typer.Option(help="Most states in flight; 0: by width.")] = 0,
     concurrency: Annotated[int, typer.Option(help="First window of each endpoint.")] = 32,
     rendering: Annotated[str, typer.Option(help="Whose ids: ours, server, or auto.")] = "auto",
     capture_mode: Annotated[str, typer.Option(help="spool, or json for small runs.")] = "spool",

@@ -21,8 +21,6 @@ MAX_THREADS = 8  # more than a disk can follow
 QUEUED_PER_THREAD = 2  # encoded samples are as large as two thirds of the captured ones
 MAX_PROCESSES, MAX_WRITERS = 16, 4
 FEWEST_CPUS = 8
-WIDE_BYTES = 16 << 10
-"""Of a token. Below, a capture costs less to encode than to tell another process of it."""
 
 
 class Encoders(Protocol):
@@ -69,22 +67,19 @@ class EncodePool:
         self._threads.shutdown(cancel_futures=True)
 
 
-def processes_for(spec: StatesSpec, asked: int | None) -> int:
+def processes_for(asked: int | None, *, wide: bool) -> int:
     """How many processes should encode; 0 is the threads of this one.
 
     One process's threads take turns at the interpreter and at its memory map: at Kimi's width they came
-    to 1.7 CPUs of 16, and 0.7 GB/s. `asked`: the user's own number.
+    to 1.7 CPUs of 16, and 0.7 GB/s. A narrow capture costs less to encode than to tell of it. `asked`:
+    the user's own number.
     """
     cpus = len(os.sched_getaffinity(0))
     if asked is not None:
         return asked
-    return min(MAX_PROCESSES, cpus * 5 // 8) if cpus >= FEWEST_CPUS and _wide(spec) else 0
+    return min(MAX_PROCESSES, cpus * 5 // 8) if wide and cpus >= FEWEST_CPUS else 0
 
 
 def writers_for(processes: int) -> int:
     """How many threads should write, each its own partitions: one sums and writes 1 GB/s."""
     return min(MAX_WRITERS, max(1, processes // 2))
-
-
-def _wide(spec: StatesSpec) -> bool:
-    return 2 * spec.width >= WIDE_BYTES

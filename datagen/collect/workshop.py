@@ -56,7 +56,7 @@ def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[Encoders, Comm
     """
     spec = states_spec(config)
     asked = 0 if config.capture.mode == "json" else config.capture.encode_processes
-    processes = processes_for(spec, asked)
+    processes = processes_for(asked, wide=config.profile.wide)
     with ExitStack() as stack:
         committers = [GroupCommitter() for _ in range(writers_for(processes))]
         for committer in committers:

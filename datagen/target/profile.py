@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from datagen.errors import ProfileError
 from datagen.strict import StrictModel, load_yaml
 
+WIDE_BYTES = 16 << 10  # of a token: between SmolLM2 with 4.6 KB and Kimi with 57 KB
+
 
 class Sampling(StrictModel):
     """Sampling parameters of one split, in SGLang's names."""
@@ -100,6 +102,11 @@ class Profile(StrictModel):
     def bytes_per_token(self) -> int:
         """Raw bytes of hidden states per token (57,344 for Kimi-K2.5)."""
         return self.row_width * (4 if self.capture_dtype == "F32" else 2)
+
+    @property
+    def wide(self) -> bool:
+        """True where states are so large that moving them is the collector's work, and not the asking."""
+        return self.bytes_per_token >= WIDE_BYTES
 
     def serves(self, *names: str) -> bool:
         """True when one of the names a server gives (path, served name) is this model."""
