@@ -72,15 +72,14 @@ class _Worker:
 class EncodeProcesses:
     """`count` processes for captures of `spec`. Made, used and closed within one event loop.
 
-    The first samples of a run, from which the codec learns, are encoded by a thread here, and so is
-    what came as JSON.
+    From the first samples of a run the codec learns on a thread here; what came as JSON is encoded there.
     """
 
     sums = True
 
     def __init__(self, spec: StatesSpec, count: int) -> None:
         self._spec, self._loop = spec, asyncio.get_running_loop()
-        self._threads, self._learning = EncodePool(1), asyncio.Lock()
+        self._threads = EncodePool(1)
         self._looks: deque[_Job] = deque()
         self._encodes: deque[_Job] = deque()
         self._failed: EncodingFailed | None = None
@@ -111,10 +110,7 @@ class EncodeProcesses:
         """The rows as `store` keeps them; waits for its turn. Raises EncodingFailed."""
         params = store.encode.settled
         if params is None:
-            async with self._learning:  # one after the other: the rest need not be learnt from
-                params = store.encode.settled
-                if params is None:
-                    return await self._threads.encode(store, captured)
+            params = await self._threads.run(store.encode.learn, captured.rows)
         if captured.path is not None:
             request = {"path": str(captured.path), "params": base64.b64encode(params).decode()}
             found = await self._run(

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from datagen.store.codecs import Encoded
 from datagen.store.guards import Refused, Sound, examine
@@ -17,6 +21,7 @@ from datagen.store.partition import PartitionStore
 from datagen.store.states import StatesSpec
 from datagen.target.states import Captured
 
+T = TypeVar("T")
 MAX_THREADS = 8  # more than a disk can follow
 QUEUED_PER_THREAD = 2  # encoded samples are as large as two thirds of the captured ones
 MAX_PROCESSES, MAX_WRITERS = 16, 4
@@ -58,9 +63,15 @@ class EncodePool:
 
     async def encode(self, store: PartitionStore, captured: Captured) -> Encoded:
         """The rows as `store` keeps them; waits for its turn."""
+        return await self.run(store.encode, captured.rows)
+
+    async def run(
+        self, function: Callable[[NDArray[np.uint16]], T], rows_TW: NDArray[np.uint16]
+    ) -> T:
+        """`function` of rows on one of the threads; waits for its turn."""
         async with self._room:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, store.encode, captured.rows)
+            return await loop.run_in_executor(self._threads, function, rows_TW)
 
     def close(self) -> None:
         """Drop what waits, and wait for what runs."""

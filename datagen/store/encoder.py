@@ -34,11 +34,14 @@ class Encoder:
 
     def __call__(self, rows_TW: NDArray[np.uint16]) -> Encoded:
         """One sample, uint16 [n, W]. Raises ValueError on another width."""
+        return encode(self._spec, self.learn(rows_TW), rows_TW)
+
+    def learn(self, rows_TW: NDArray[np.uint16]) -> bytes:
+        """What this sample is to be encoded with, uint16 [n, W]. Raises ValueError on another width."""
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self._spec.width or not len(rows_TW):
             raise ValueError(f"{rows_TW.shape} rows of states of width {self._spec.width}")
         with self._gate:
-            params = self._learnt(rows_TW)
-        return encode(self._spec, params, rows_TW)
+            return self._learnt(rows_TW)
 
     def again(self, encoded: Encoded, params: bytes) -> Encoded:
         """What was encoded with other parameters than a shard's, with the shard's."""

@@ -55,7 +55,9 @@ async def processes(count: int = 1, spec: StatesSpec = SPEC) -> AsyncIterator[En
         async with asyncio.timeout(60):
             yield pool
     finally:
+        pids = pool.pids
         pool.close()
+        assert not any(map(alive, pids))
 
 
 def alive(pid: int) -> bool:
@@ -233,12 +235,6 @@ def test_none_outlives_a_killed_collector() -> None:
     while any(map(alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-async def test_closing_ends_them() -> None:
-    async with processes(2) as pool:
-        pids = pool.pids
-    assert not any(map(alive, pids))
 
 
 def test_a_laptop_and_a_narrow_target_keep_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
