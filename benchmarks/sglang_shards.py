@@ -1,11 +1,12 @@
 """From a real SGLang engine to sealed, encoded shards: sustained raw bytes a second, and what limits it.
 
     python benchmarks/sglang_shards.py --python PY --model DIR [--widen] --processes 1,4 [-- server flags]
+    python benchmarks/sglang_shards.py --null --boundaries 1,3,5 --encode-processes 0,-1
 
-(or `--null` in place of a model: drawn rows of Kimi's width and no engine, on any machine)
-starts one server with the capture plugin, and lets the collector's own code (`collect_prompt` over stored
+(`--null`: drawn rows of Kimi's width in place of an engine, on any machine) starts one server with the capture plugin, and lets the collector's own code (`collect_prompt` over stored
 responses: dispatcher, client, spool, guards, encoders, group commit, seal) capture the same samples onto
-tmpfs, then onto a disk. `--processes`: numbers of collectors side by side, each with partitions of its own.
+tmpfs, then onto a disk. `--processes`: numbers of collectors side by side, each with partitions of its own; the product
+runs one. `per_gb`: CPU seconds and page faults of a GB of rows.
 The clock runs from the first request to the last seal, every fsync included; a warm-up goes before.
 Beside it, in the same run: what the disk syncs in files of a shard's size, and the codec's ratio, whose
 product no collector can pass; the CPU time of each part; the most bytes ever asked for and not yet stored,
@@ -291,9 +292,12 @@ def main() -> None:
             "layers": shape["num_hidden_layers"], "concurrency": args.concurrency,
             "spool_mib": args.spool_mib, "shard_mib": args.shard_mib,
             "tokens": [int(x) for x in args.tokens.split(",")],
-            "encode_processes": args.encode_processes,
         }  # fmt: skip
-        counts = [int(n) for n in args.processes.split(",")]
+        counts = [
+            (int(n), int(m))
+            for m in args.encode_processes.split(",")
+            for n in args.processes.split(",")
+        ]
         server: Null | Server
         if args.null:
             server = Null(args.port, args.spool, args.boundaries, shape["hidden_size"])
@@ -318,16 +322,21 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int]) -> dict[str, Any]:
-    """Memory with every number of collectors, then the disk with the best of them."""
+def measured(
+    args: argparse.Namespace, given: dict[str, Any], counts: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """Memory with every (collectors, encoding processes of each), then the disk with the best of them."""
     base = f"datagen-shards-{os.getpid()}"
-    run(given, max(counts), args.memory / base, args.seconds / 4, args.rate)  # warm-up
+    given = given | {"encode_processes": counts[-1][1]}
+    run(given, counts[-1][0], args.memory / base, args.seconds / 4, args.rate)  # warm-up
     memory = []
-    for count in counts:
-        memory.append(run(given, count, args.memory / base, args.seconds, args.rate))
+    for count, given["encode_processes"] in counts:
+        found = run(given, count, args.memory / base, args.seconds, args.rate)
+        memory.append(found | {"asked": given["encode_processes"]})
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
     shard, files = args.shard_mib * MIB, best["processes"] * best["writers"]
+    given["encode_processes"] = best["asked"]
 
     def synced() -> dict[str, float]:
         where = args.disk / base
