@@ -3,13 +3,13 @@
     python benchmarks/sglang_shards.py --python PY --model DIR [--widen] --processes 1,4 [-- server flags]
     python benchmarks/sglang_shards.py --null --boundaries 1,3,5 --encode-processes 0,-1
 
-(`--null`: drawn rows of Kimi's width in place of an engine, on any machine) starts one server with the capture plugin, and lets the collector's own code (`collect_prompt` over stored
-responses: dispatcher, client, spool, guards, encoders, group commit, seal) capture the same samples onto
-tmpfs, then onto a disk. `--processes`: numbers of collectors side by side, each with partitions of its own; the product
-runs one. `per_gb`: CPU seconds and page faults of a GB of rows.
+starts one server with the capture plugin (`--null`: drawn rows of Kimi's width in place of an engine, on
+any machine), and lets the collector's own code (`collect_prompt` over stored responses: dispatcher, client,
+spool, guards, encoders, group commit, seal) capture the same samples onto tmpfs, then onto a disk.
+`--processes`: numbers of collectors side by side, each with partitions of its own; the product runs one.
 The clock runs from the first request to the last seal, every fsync included; a warm-up goes before.
 Beside it, in the same run: what the disk syncs in files of a shard's size, and the codec's ratio, whose
-product no collector can pass; the CPU time of each part; the most bytes ever asked for and not yet stored,
+product no collector can pass; the CPU time of each part, and CPU seconds and page faults a GB; the most bytes ever asked for and not yet stored,
 and ever in the spool. Runs where this project's environment and the server's can both be started.
 """
 
@@ -266,7 +266,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--spool-mib", type=int, default=8192, help="cap of bytes in flight")
     parser.add_argument(
-        "--encode-processes", type=int, default=-1, help="of each collector; 0: threads"
+        "--encode-processes",
+        default="-1",
+        help="of each, to compare; 0: threads, -1: its own choice",
     )
     parser.add_argument("--null", action="store_true", help="drawn rows of Kimi's width, no engine")
     parser.add_argument("--shard-mib", type=int, default=256)
