@@ -10,7 +10,8 @@ spool, guards, encoders, group commit, seal) capture the same samples onto tmpfs
 The clock runs from the first request to the last seal, every fsync included; a warm-up goes before.
 Beside it, in the same run: what the disk syncs in files of a shard's size, and the codec's ratio, whose
 product no collector can pass; the CPU time of each part, and CPU seconds and page faults a GB; the most
-bytes ever asked for and not yet stored, and ever in the spool. Runs where this project's environment and the server's can both be started.
+bytes ever asked for and not yet stored, and ever in the spool. Runs where this project's environment and
+the server's can both be started.
 """
 
 from __future__ import annotations
