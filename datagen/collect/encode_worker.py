@@ -93,7 +93,8 @@ def rows_of(spooled: SpoolFile) -> NDArray[np.uint16]:
 
 def main(fd: str, blocks: str, spec: str) -> None:
     """Entry of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side's end is the end of the socket
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all; the collector drains first
+        signal.signal(number, signal.SIG_IGN)  # its end is the end of the socket
     given = json.loads(spec)
     given["boundaries"] = tuple(given["boundaries"])
     with socket.socket(fileno=int(fd)) as channel:

@@ -80,3 +80,29 @@ async def test_an_error_is_raised_where_it_belongs_and_from_then_on(
     with pytest.raises(ValueError, match=r".") as second:
         await commits.run(store, partial(collect, number=1))
     assert first.value is second.value
+
+
+async def test_of_several_writers_a_store_keeps_to_one_and_does_not_wait_for_another(
+    tmp_path: Path,
+) -> None:
+    writers = [GroupCommitter(), GroupCommitter()]
+    stores = [open_store(tmp_path / str(i)) for i in range(4)]
+    commits, gate = Commits(*writers), threading.Event()
+
+    def thread(_: PartitionStore) -> int:
+        return threading.get_ident()
+
+    of = [[await commits.run(s, thread) for _ in range(3)] for s in stores]
+    assert [len(set(threads)) for threads in of] == [1] * 4
+    assert {threads[0] for threads in of[:2]} == {threads[0] for threads in of[2:]}
+    assert of[0][0] != of[1][0]
+    held = asyncio.create_task(commits.run(stores[0], lambda _: gate.wait(10)))
+    await asyncio.wait_for(commits.run(stores[1], partial(collect, number=0)), 10)
+    assert journaled(tmp_path / "1") == 1
+    assert not held.done()
+    gate.set()
+    await held
+    for writer in writers:
+        writer.close()
+    for store in stores:
+        store.close()
