@@ -169,9 +169,12 @@ class CollectJob:
         else:
             fingerprint.require_same(stored, layout.root)
         stack.enter_context(seldom_collected())
-        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
+        commits = Commits(committer)
+        dispatcher = await stack.enter_async_context(
+            Dispatcher(specs, config.dispatch, held=lambda: commits.crowded)
+        )
         encoders = EncodePool()
         stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
@@ -181,7 +184,7 @@ class CollectJob:
             config=config,
             renderer=renderer if rendering == "ours" else None,
             dispatcher=dispatcher,
-            commits=Commits(committer),
+            commits=commits,
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,
