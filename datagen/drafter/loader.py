@@ -12,12 +12,15 @@ import torch
 
 from datagen.drafter.dataset import StatesSource
 from datagen.drafter.packing import Usable
-from datagen.drafter.rows import Batch, pack
+from datagen.drafter.rows import Batch, pack, padded
 
 
 @dataclass(slots=True)
 class Loader:
-    """Reads batches of sample numbers. `waited_s`: time the trainer stood still for data."""
+    """Reads batches of sample numbers. `waited_s`: time the trainer stood still for data.
+
+    `pad`: rows of every batch, and what its query rows are a multiple of.
+    """
 
     sources: Sequence[StatesSource]
     data: Usable
@@ -25,6 +28,7 @@ class Loader:
     threads: int = 2
     ahead: int = 4
     pin: bool = False
+    pad: tuple[int, int] | None = None
     waited_s: float = field(default=0.0, init=False)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
@@ -34,6 +38,8 @@ class Loader:
             for n in numbers
         ]
         packed = pack(samples, self.depths)
+        if self.pad is not None:
+            packed = padded(packed, *self.pad)
         return packed.pinned() if self.pin else packed
 
     def stream(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:

@@ -71,6 +71,8 @@ class RunConfig(StrictModel):
     attention: Literal["auto", "eager", "flex"] = "auto"
     compile: bool = True
     """Fuse the loss on CUDA."""
+    graphs: bool = True
+    """Record a small drafter's kernels once and replay them (one CUDA device): see gradients.py."""
     recompute: bool = False
     """Recompute deeper steps in the backward pass: less memory, more time."""
     threads: int = Field(default=4, ge=1)
