@@ -57,7 +57,7 @@ def goal_of(
     assert batch.final_AH is not None
     final_AH = target.post_norm(batch.final_AH, final_norm)
     logits_AU = target.draft_logits(final_AH, draft_head_UH)
-    inside_A = t2d_V[target.scan(final_AH)[0]] if drop_outside else None
+    inside_A = t2d_V[target.choice(final_AH)] if drop_outside else None
     return Goal(logits_AU, inside_A)
 
 

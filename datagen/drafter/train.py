@@ -332,6 +332,7 @@ class Trainer:
     def _loader_of(self, data: Usable, pad: tuple[int, int] | None = None) -> Loader:
         return Loader(
             self._m.sources, data, self._config.depths, threads=self._how.threads, pad=pad,
+            processes=pad is not None,
             ahead=self._how.ahead or 2 * self._how.threads, pin=self._device.type == "cuda",
         )  # fmt: skip
 
