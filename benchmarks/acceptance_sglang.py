@@ -116,11 +116,8 @@ class _Servers:
 
 
 def _evaluated(given: argparse.Namespace, servers: _Servers, split: str) -> Result:
-    found: Result = {
-        "split": split,
-        "draft_steps": given.steps,
-        "drafter": "/".join(given.drafter.parts[-3:]),
-    }
+    found: Result = {"split": split, "draft_steps": given.steps}
+    found["drafter"] = "/".join(given.drafter.parts[-3:])
     for dtype in ("bfloat16", "float32"):
         name = f"sglang-{split}-{dtype}"
         first = dtype == "bfloat16"

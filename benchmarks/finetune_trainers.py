@@ -18,7 +18,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,8 @@ PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its 
 Result = dict[str, Any]
 
 
-def trainers(given: Namespace, folder: Path) -> Result:
-    """Run both, `--rounds` times each, in `folder`."""
+def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
+    """Run both, `--rounds` times each, in `folder`; `keep` is given what is known after every run."""
     depths, tokens = given.depths or 5, given.batch_tokens or 8192
     source = ManifestSource(given.manifest)
     target_dir = _target_directory(given)
@@ -58,7 +60,7 @@ def trainers(given: Namespace, folder: Path) -> Result:
     )
     start = fresh_drafter(source.info, target, words, 0)
     init = folder / "init"
-    init.mkdir()
+    init.mkdir(parents=True)
     export_files(
         init, start.config, start.state_dict(), target_type=target.model_type,
         context_length=target.context_length, dtype="float32",
@@ -79,20 +81,27 @@ def trainers(given: Namespace, folder: Path) -> Result:
         replay = Replay(drafter, target.embed_VH.float(), steps=depths, device=given.device)
         return float(accept_len([r.counts for r in replay.run(samples)]).value)
 
+    about = {
+        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
+        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
+        "draft_vocab": size, "accept_len_start": measured(start),
+    }  # fmt: skip
     ours: list[Result] = []
     theirs: list[Result] = []
+
+    def ended(name: str, run: Result, runs: list[Result]) -> None:
+        runs.append(run)
+        print(f"{name}: {run}", flush=True)
+        keep({**about, "ours": ours, "speculators": theirs})
+
     for number in range(given.rounds):
-        ours.append(_ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths))
-        drafter = load_drafter(ours[-1].pop("final")).drafter
-        ours[-1]["accept_len"] = measured(drafter)
-        print(f"ours: {ours[-1]}", flush=True)
+        run = _ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths)
+        run["accept_len"] = measured(load_drafter(run.pop("final")).drafter)
+        ended("ours", run, ours)
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
-        theirs.append(
-            _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
-        )
-        weights = theirs[-1].pop("weights")
-        theirs[-1]["accept_len"] = measured(_as_drafter(weights, start))
-        print(f"speculators: {theirs[-1]}", flush=True)
+        run = _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
+        run["accept_len"] = measured(_as_drafter(run.pop("weights"), start))
+        ended("speculators", run, theirs)
     speed = [
         a["supervised_tokens_per_s"] / b["supervised_tokens_per_s"]
         for a, b in zip(ours, theirs, strict=True)
@@ -101,10 +110,7 @@ def trainers(given: Namespace, folder: Path) -> Result:
     longest.append(max(r["accept_len"] for r in theirs))
     wait = max(r["wait_share"] for r in ours)
     return {
-        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
-        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
-        "draft_vocab": size, "accept_len_start": measured(start),
-        "ours": ours, "speculators": theirs,
+        **about, "ours": ours, "speculators": theirs,
         "median_speed_ratio": statistics.median(speed),
         "accept_len_ours": longest[0], "accept_len_speculators": longest[1],
         "largest_wait_share": wait,
@@ -128,9 +134,11 @@ def _ours(
         init=str(init), target_weights=str(target), device=given.device, allow_chance=True,
         batch_tokens=tokens, depths=depths, learning_rate=given.learning_rate, warmup=WARM_UP,
         log_every=LOG_EVERY, evaluate_every=100_000, checkpoint_every=100_000,
-        export_dtype="float32", threads=4, ahead=8, **json.loads(given.settings),
+        export_dtype="float32", threads=given.threads, ahead=2 * given.threads, **json.loads(given.settings),
     )  # fmt: skip
+    started = time.monotonic()
     outcome = finetune(config, lambda text: print(text, flush=True))
+    seconds = time.monotonic() - started
     records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
     steady = records[len(records) // 3 :]
     return {
@@ -139,6 +147,7 @@ def _ours(
         "wait_share": statistics.median(r["wait_share"] for r in steady),
         "steps": outcome.steps,
         "predicted_accept_len": outcome.after["predicted_accept_len"],
+        "seconds": seconds,
         "final": outcome.final,
     }
 
@@ -192,7 +201,9 @@ def _theirs(
     stamps = folder / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.finetune_peer", str(stamps), str(LOG_EVERY)]
     command += [f"--{flag}={value}" for flag, value in flags.items()]
+    started = time.monotonic()
     subprocess.run(command, check=True, timeout=3600)
+    seconds = time.monotonic() - started
     times = json.loads(stamps.read_text())
     steps, marks = times["steps"], times["marks"]
     marks = marks[len(marks) // 3 :]
@@ -203,6 +214,7 @@ def _theirs(
         "supervised_tokens_per_s": rows / steps / statistics.median(windows),
         "steps": steps,
         "optimizer": optimizer,
+        "seconds": seconds,
         "windows_s": windows,
         "weights": found[-1],
     }
