@@ -4,15 +4,15 @@
 
 Two servers of one SGLang and one target start here: one with the capture plugin, one with the drafter
 (EAGLE3, a chain of K = --steps). Then, by the product's own command, in bfloat16 and in float32 of the
-replay: the sitting, its speeds, accept_len, and parity with replay of the outputs that the server gave.
---split train: prompts that the drafter was trained on, where drafts live longer; for parity alone.
+replay: the sitting on the run's held-out prompts, its speeds, accept_len, and parity with replay of the
+outputs that the server gave.
 
 every tensor held  each tensor of the checkpoint stands in the loaded model (sglang_load.py)
 drafts             spec fields are reported, and accept_len is above 1
 parity             replayed and live verify steps of the same outputs within 3 %
 
 Runs in SGLang's environment with this package's dependencies in it. Results: the object
-live-sglang[-SPLIT] of benchmarks/results/acceptance-<date>.json.
+live-sglang of benchmarks/results/acceptance-<date>.json.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ Result = dict[str, Any]
 
 
 def main() -> int:
-    """Start, evaluate each split, print, write; 1 when a bar is missed."""
+    """Start, evaluate, print, write; 1 when a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="the target's directory")
     parser.add_argument("--run", type=Path, required=True, help="a finished run of the target")
     parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--splits", default="heldout", help="heldout, train, or both by commas")
-    parser.add_argument("--prompts", type=int, default=60, help="of a split, at most")
+    parser.add_argument("--prompts", type=int, default=60, help="at most")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--concurrencies", default="1,8")
     parser.add_argument("--boundaries", default="2,15,27")
@@ -56,20 +55,15 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="of both servers, after --")
     given = parser.parse_args()
     Path(given.spool).mkdir(mode=0o700, exist_ok=True)
-    missed = False
     with tempfile.TemporaryDirectory() as name, _Servers(given, Path(name)) as servers:
         loaded = servers.wait()
-        for split in given.splits.split(","):
-            found = _evaluated(given, servers, split) | {"load": loaded}
-            found["bars"] = _bars(found)
-            print(json.dumps(found, indent=2), flush=True)
-            _write(
-                given.results, "live-sglang" + ("" if split == "heldout" else f"-{split}"), found
-            )
-            for bar, met in found["bars"].items():
-                print(f"{'met   ' if met else 'MISSED'} {split}: {bar}", flush=True)
-                missed |= not met
-    return int(missed)
+        found = _evaluated(given, servers) | {"load": loaded}
+    found["bars"] = _bars(found)
+    print(json.dumps(found, indent=2), flush=True)
+    _write(given.results, found)
+    for bar, met in found["bars"].items():
+        print(f"{'met   ' if met else 'MISSED'} {bar}")
+    return 0 if all(found["bars"].values()) else 1
 
 
 class _Servers:
@@ -115,14 +109,14 @@ class _Servers:
             server.stop()
 
 
-def _evaluated(given: argparse.Namespace, servers: _Servers, split: str) -> Result:
-    found: Result = {"split": split, "draft_steps": given.steps}
+def _evaluated(given: argparse.Namespace, servers: _Servers) -> Result:
+    found: Result = {"split": "heldout", "draft_steps": given.steps}
     found["drafter"] = "/".join(given.drafter.parts[-3:])
     for dtype in ("bfloat16", "float32"):
-        name = f"sglang-{split}-{dtype}"
+        name = f"sglang-{dtype}"
         first = dtype == "bfloat16"
         flags = {
-            "--drafter": given.drafter, "--name": name, "--split": split, "--dtype": dtype,
+            "--drafter": given.drafter, "--name": name, "--dtype": dtype,
             "--steps": given.steps, "--target-weights": given.model, "--live": servers.drafting.url,
             "--baseline-url": servers.plain.url, "--live-prompts": given.prompts,
             "--concurrencies": given.concurrencies if first else "1", "--rounds": 2 if first else 1,
@@ -174,10 +168,12 @@ def _bars(found: Result) -> dict[str, bool]:
     }
 
 
-def _write(folder: Path, name: str, found: Result) -> None:
+def _write(folder: Path, found: Result) -> None:
     path = folder / f"acceptance-{date.today().isoformat()}.json"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps({**earlier, name: found}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({**earlier, "live-sglang": found}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ schedule, batch tokens and depths. Rounds alternate. What is compared:
 
 supervised_tokens_per_s   by the clock, between steps, after the first ones (compilation); a sample's
                           supervised tokens are counted alike for both: the trained rows of depth 1
-accept_len                of the drafter that comes out, by replay on the held-out samples
+accept_len                of the drafter that comes out, by replay on the held-out samples; the difference
+                          to the peer's best is paired by prompt, and may not be shown to be a loss
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from datagen.acceptance.metrics import accept_len
+from datagen.acceptance.metrics import Counts, accept_len, compare
 from datagen.acceptance.replay import Replay
 from datagen.drafter.checkpoint import export_files, load_drafter, own_name
 from datagen.drafter.curves import read_metrics
@@ -77,44 +79,47 @@ def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -
     held = usable(source.index("heldout", 0), 1 << 30)
     samples = [source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)]
 
-    def measured(drafter: Drafter) -> float:
+    def measured(drafter: Drafter) -> list[Counts]:
         replay = Replay(drafter, target.embed_VH.float(), steps=depths, device=given.device)
-        return float(accept_len([r.counts for r in replay.run(samples)]).value)
+        return [r.counts for r in replay.run(samples)]
 
     about = {
         "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
         "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
-        "draft_vocab": size, "accept_len_start": measured(start),
+        "draft_vocab": size, "accept_len_start": accept_len(measured(start)).value,
     }  # fmt: skip
     ours: list[Result] = []
     theirs: list[Result] = []
+    counts: dict[str, list[list[Counts]]] = {"ours": [], "speculators": []}
 
-    def ended(name: str, run: Result, runs: list[Result]) -> None:
-        runs.append(run)
-        print(f"{name}: {run}", flush=True)
+    def ended(name: str, run: Result, runs: list[Result], drafter: Drafter) -> None:
+        counts[name].append(measured(drafter))
+        runs.append({**run, "accept_len": accept_len(counts[name][-1]).value})
+        print(f"{name}: {runs[-1]}", flush=True)
         keep({**about, "ours": ours, "speculators": theirs})
 
     for number in range(given.rounds):
         run = _ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths)
-        run["accept_len"] = measured(load_drafter(run.pop("final")).drafter)
-        ended("ours", run, ours)
+        ended("ours", run, ours, load_drafter(run.pop("final")).drafter)
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
         run = _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
-        run["accept_len"] = measured(_as_drafter(run.pop("weights"), start))
-        ended("speculators", run, theirs)
+        ended("speculators", run, theirs, _as_drafter(run.pop("weights"), start))
     speed = [
         a["supervised_tokens_per_s"] / b["supervised_tokens_per_s"]
         for a, b in zip(ours, theirs, strict=True)
     ]
-    longest = [statistics.median(r["accept_len"] for r in ours)]
-    longest.append(max(r["accept_len"] for r in theirs))
+    middle = sorted(range(len(ours)), key=lambda i: ours[i]["accept_len"])[(len(ours) - 1) // 2]
+    best = max(range(len(theirs)), key=lambda i: theirs[i]["accept_len"])
+    paired = compare(counts["speculators"][best], counts["ours"][middle])
     wait = max(r["wait_share"] for r in ours)
     return {
         **about, "ours": ours, "speculators": theirs,
         "median_speed_ratio": statistics.median(speed),
-        "accept_len_ours": longest[0], "accept_len_speculators": longest[1],
+        "accept_len_ours": ours[middle]["accept_len"],
+        "accept_len_speculators": theirs[best]["accept_len"],
+        "accept_len_difference": asdict(paired.difference), "accept_len_verdict": paired.verdict,
         "largest_wait_share": wait,
-        "passed": statistics.median(speed) > 1 and longest[0] >= longest[1] and wait < 0.05,
+        "passed": statistics.median(speed) > 1 and paired.verdict != "worse" and wait < 0.05,
     }  # fmt: skip
 
 
