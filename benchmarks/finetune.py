@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
     # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
     parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
-    parser.add_argument("--settings", default="{}", help="trainers: more of ours, as JSON")
+    parser.add_argument("--settings", default="{}", help="trainers, speed: more of ours, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")
     parser.add_argument("--samples", type=int, default=16, help="ranks: of 1,024 tokens")
     parser.add_argument("--threads", type=int, default=0, help="that decode; 0: 6, of trainers 10")
@@ -154,7 +154,7 @@ def speed(given: argparse.Namespace) -> Result:
             manifest=str(given.manifest), out=f"{folder}/out", epochs=1000,
             target_weights=given.target_weights, device=given.device, max_steps=given.steps + 10,
             batch_tokens=given.batch_tokens or 8192, depths=given.depths or 5, log_every=5,
-            evaluate_every=10_000, checkpoint_every=10_000, threads=4, ahead=8,
+            evaluate_every=10_000, checkpoint_every=10_000, **json.loads(given.settings),
         )  # fmt: skip
         finetune(config, lambda text: print(text, flush=True))
         records = [r for r in read_metrics(config.out / "metrics.jsonl") if r["kind"] == "train"]
