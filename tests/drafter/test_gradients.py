@@ -122,8 +122,8 @@ def test_a_recorded_step_has_the_gradients_of_a_launched_one(kind: LossKind) -> 
             total, sums = plain(batch.to(device, torch.float32), weight)
             total.backward()
             found, found_sums = recorded(batch, weight, last=True)
-            torch.testing.assert_close(found, total.detach())
-            torch.testing.assert_close(found_sums.table_3K, sums.table_3K)
+            torch.testing.assert_close(found, total.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found_sums.table_3K, sums.table_3K, rtol=1e-4, atol=1e-4)
         for (name, one), other in zip(
             models[0].named_parameters(), models[1].parameters(), strict=True
         ):
