@@ -19,7 +19,8 @@ ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`,
 trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
              replay no shorter than its best (AdamW, and its default, Muon)
 
-Results go to benchmarks/results/finetune-<date>.json, one object per part.
+Results go to benchmarks/results/finetune-<date>.json, one object per part; those of trainers and ranks
+after every run, so that one that is cut short leaves what it measured ("finished": false).
 """
 
 from __future__ import annotations
@@ -65,35 +66,51 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-tokens", type=int, default=0)
     parser.add_argument("--depths", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="0: 5; of trainers 2, with either peer"
+    )
     parser.add_argument("--target-weights", default="")
     parser.add_argument(
         "--hidden", type=int, default=7168, help="kimi: a smaller one, to try it out"
     )
-    parser.add_argument("--repeats", type=int, default=20, help="trainers: of every sample")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="trainers: of both")
+    parser.add_argument("--repeats", type=int, default=40, help="trainers: of every sample")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="trainers: of both")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
     # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
     parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
-    parser.add_argument("--settings", default="{}", help="trainers: more of ours, as JSON")
+    parser.add_argument("--settings", default="{}", help="trainers, speed: more of ours, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")
-    parser.add_argument("--samples", type=int, default=32, help="ranks: of 1,024 tokens")
-    parser.add_argument("--threads", type=int, default=6, help="ranks: that decode")
-    parser.add_argument("--folder", type=Path, help="ranks: where the made-up run is kept")
+    parser.add_argument("--samples", type=int, default=16, help="ranks: of 1,024 tokens")
+    parser.add_argument("--threads", type=int, default=0, help="that decode; 0: 6, of trainers 10")
+    parser.add_argument("--folder", type=Path, help="ranks, trainers: where what they make is kept")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     if given.part not in ("kimi", "ranks") and given.manifest is None:
         parser.error(f"{given.part} needs a manifest")
+    given.rounds = given.rounds or (2 if given.part == "trainers" else 5)
+    given.threads = given.threads or (10 if given.part == "trainers" else 6)
     result = PARTS[given.part](given)
+    print(json.dumps(_written(given, result), indent=2))
+    return 0 if result["passed"] else 1
+
+
+def _written(given: argparse.Namespace, result: Result) -> Result:
+    """The result with its conditions, in the day's file."""
     result |= {"device": _device_name(given.device), "torch": torch.__version__}
     result |= {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    print(json.dumps(result, indent=2))
     out = ROOT / "benchmarks" / "results" / f"finetune-{time.strftime('%Y-%m-%d')}.json"
     earlier = json.loads(out.read_text()) if out.exists() else {}
-    kind = torch.device(given.device).type
-    out.write_text(json.dumps({**earlier, f"{given.part}-{kind}": result}, indent=2) + "\n")
-    return 0 if result["passed"] else 1
+    name = f"{given.part}-{torch.device(given.device).type}"
+    if given.part == "trainers":
+        name += f"-{result['batch_tokens']}"
+    out.write_text(json.dumps({**earlier, name: result}, indent=2) + "\n")
+    return result
+
+
+def _kept(given: argparse.Namespace) -> Callable[[Result], Result]:
+    """Writes what is known of a part that is still running."""
+    return lambda result: _written(given, {**result, "finished": False, "passed": False})
 
 
 def _device_name(device: str) -> str:
@@ -137,7 +154,7 @@ def speed(given: argparse.Namespace) -> Result:
             manifest=str(given.manifest), out=f"{folder}/out", epochs=1000,
             target_weights=given.target_weights, device=given.device, max_steps=given.steps + 10,
             batch_tokens=given.batch_tokens or 8192, depths=given.depths or 5, log_every=5,
-            evaluate_every=10_000, checkpoint_every=10_000, threads=4, ahead=8,
+            evaluate_every=10_000, checkpoint_every=10_000, **json.loads(given.settings),
         )  # fmt: skip
         finetune(config, lambda text: print(text, flush=True))
         records = [r for r in read_metrics(config.out / "metrics.jsonl") if r["kind"] == "train"]
@@ -305,11 +322,11 @@ def speculators(given: argparse.Namespace) -> Result:
 
 
 def trainers(given: argparse.Namespace) -> Result:
-    """Both trainers whole, in a folder that is removed."""
+    """Both trainers whole, in --folder, or one that is removed."""
     from benchmarks.finetune_trainers import trainers as both
 
     with tempfile.TemporaryDirectory() as folder:
-        return both(given, Path(folder))
+        return both(given, given.folder or Path(folder), _kept(given))
 
 
 def ranks(given: argparse.Namespace) -> Result:
@@ -317,7 +334,7 @@ def ranks(given: argparse.Namespace) -> Result:
     from benchmarks.finetune_ranks import ranks as compared
 
     with tempfile.TemporaryDirectory() as folder:
-        return compared(given, given.folder or Path(folder))
+        return compared(given, given.folder or Path(folder), _kept(given))
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {

@@ -17,7 +17,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,12 @@ from datagen.store.plan import Plan, PlannedPrompt, write_plan
 from datagen.store.responses import Response
 from datagen.store.states import StatesSpec
 
-LENGTH, CONTEXT, HELD_OUT = 1024, 256, 2
+LENGTH, CONTEXT, HELD_OUT = 1024, 256, 1
 LOG_EVERY = 3
 Result = dict[str, Any]
 
 
-def ranks(given: Namespace, folder: Path) -> Result:
+def ranks(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
     """Make the run (once; a folder that has one is used again), then both launches."""
     if not (folder / "made").exists():
         make(given, folder)
@@ -49,6 +51,7 @@ def ranks(given: Namespace, folder: Path) -> Result:
     for count in (1, given.ranks):
         found[count] = _launched(given, folder, count)
         print(f"{count}: {found[count]}", flush=True)
+        keep({"hidden": given.hidden, "runs": found})
     ratio = found[given.ranks]["tokens_per_s"] / found[1]["tokens_per_s"]
     return {
         "ranks": given.ranks, "hidden": given.hidden, "depths": given.depths or 5,
@@ -76,7 +79,9 @@ def _launched(given: Namespace, folder: Path, count: int) -> Result:
     environment = dict(os.environ)
     if count == 1:
         environment["CUDA_VISIBLE_DEVICES"] = "0"
+    started = time.monotonic()
     subprocess.run(command, check=True, timeout=600, env=environment)
+    seconds = time.monotonic() - started
     records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
     steady = records[len(records) // 3 :]
     return {
@@ -85,6 +90,7 @@ def _launched(given: Namespace, folder: Path, count: int) -> Result:
         "supervised_tokens_per_s": statistics.median(r["rows_per_s"] for r in steady),
         "wait_share": statistics.median(r["wait_share"] for r in steady),
         "windows": [r["tokens_per_s"] for r in records],
+        "seconds": seconds,
     }
 
 

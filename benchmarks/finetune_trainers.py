@@ -8,7 +8,8 @@ schedule, batch tokens and depths. Rounds alternate. What is compared:
 
 supervised_tokens_per_s   by the clock, between steps, after the first ones (compilation); a sample's
                           supervised tokens are counted alike for both: the trained rows of depth 1
-accept_len                of the drafter that comes out, by replay on the held-out samples
+accept_len                of the drafter that comes out, by replay on the held-out samples; the difference
+                          to the peer's best is paired by prompt, and may not be shown to be a loss
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from datagen.acceptance.metrics import accept_len
+from datagen.acceptance.metrics import Counts, accept_len, compare
 from datagen.acceptance.replay import Replay
 from datagen.drafter.checkpoint import export_files, load_drafter, own_name
 from datagen.drafter.curves import read_metrics
@@ -46,8 +50,8 @@ PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its 
 Result = dict[str, Any]
 
 
-def trainers(given: Namespace, folder: Path) -> Result:
-    """Run both, `--rounds` times each, in `folder`."""
+def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
+    """Run both, `--rounds` times each, in `folder`; `keep` is given what is known after every run."""
     depths, tokens = given.depths or 5, given.batch_tokens or 8192
     source = ManifestSource(given.manifest)
     target_dir = _target_directory(given)
@@ -58,7 +62,7 @@ def trainers(given: Namespace, folder: Path) -> Result:
     )
     start = fresh_drafter(source.info, target, words, 0)
     init = folder / "init"
-    init.mkdir()
+    init.mkdir(parents=True)
     export_files(
         init, start.config, start.state_dict(), target_type=target.model_type,
         context_length=target.context_length, dtype="float32",
@@ -75,40 +79,47 @@ def trainers(given: Namespace, folder: Path) -> Result:
     held = usable(source.index("heldout", 0), 1 << 30)
     samples = [source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)]
 
-    def measured(drafter: Drafter) -> float:
+    def measured(drafter: Drafter) -> list[Counts]:
         replay = Replay(drafter, target.embed_VH.float(), steps=depths, device=given.device)
-        return float(accept_len([r.counts for r in replay.run(samples)]).value)
+        return [r.counts for r in replay.run(samples)]
 
+    about = {
+        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
+        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
+        "draft_vocab": size, "accept_len_start": accept_len(measured(start)).value,
+    }  # fmt: skip
     ours: list[Result] = []
     theirs: list[Result] = []
+    counts: dict[str, list[list[Counts]]] = {"ours": [], "speculators": []}
+
+    def ended(name: str, run: Result, runs: list[Result], drafter: Drafter) -> None:
+        counts[name].append(measured(drafter))
+        runs.append({**run, "accept_len": accept_len(counts[name][-1]).value})
+        print(f"{name}: {runs[-1]}", flush=True)
+        keep({**about, "ours": ours, "speculators": theirs})
+
     for number in range(given.rounds):
-        ours.append(_ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths))
-        drafter = load_drafter(ours[-1].pop("final")).drafter
-        ours[-1]["accept_len"] = measured(drafter)
-        print(f"ours: {ours[-1]}", flush=True)
+        run = _ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths)
+        ended("ours", run, ours, load_drafter(run.pop("final")).drafter)
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
-        theirs.append(
-            _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
-        )
-        weights = theirs[-1].pop("weights")
-        theirs[-1]["accept_len"] = measured(_as_drafter(weights, start))
-        print(f"speculators: {theirs[-1]}", flush=True)
+        run = _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
+        ended("speculators", run, theirs, _as_drafter(run.pop("weights"), start))
     speed = [
         a["supervised_tokens_per_s"] / b["supervised_tokens_per_s"]
         for a, b in zip(ours, theirs, strict=True)
     ]
-    longest = [statistics.median(r["accept_len"] for r in ours)]
-    longest.append(max(r["accept_len"] for r in theirs))
+    middle = sorted(range(len(ours)), key=lambda i: ours[i]["accept_len"])[(len(ours) - 1) // 2]
+    best = max(range(len(theirs)), key=lambda i: theirs[i]["accept_len"])
+    paired = compare(counts["speculators"][best], counts["ours"][middle])
     wait = max(r["wait_share"] for r in ours)
     return {
-        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
-        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
-        "draft_vocab": size, "accept_len_start": measured(start),
-        "ours": ours, "speculators": theirs,
+        **about, "ours": ours, "speculators": theirs,
         "median_speed_ratio": statistics.median(speed),
-        "accept_len_ours": longest[0], "accept_len_speculators": longest[1],
+        "accept_len_ours": ours[middle]["accept_len"],
+        "accept_len_speculators": theirs[best]["accept_len"],
+        "accept_len_difference": asdict(paired.difference), "accept_len_verdict": paired.verdict,
         "largest_wait_share": wait,
-        "passed": statistics.median(speed) > 1 and longest[0] >= longest[1] and wait < 0.05,
+        "passed": statistics.median(speed) > 1 and paired.verdict != "worse" and wait < 0.05,
     }  # fmt: skip
 
 
@@ -128,9 +139,11 @@ def _ours(
         init=str(init), target_weights=str(target), device=given.device, allow_chance=True,
         batch_tokens=tokens, depths=depths, learning_rate=given.learning_rate, warmup=WARM_UP,
         log_every=LOG_EVERY, evaluate_every=100_000, checkpoint_every=100_000,
-        export_dtype="float32", threads=4, ahead=8, **json.loads(given.settings),
+        export_dtype="float32", threads=given.threads, ahead=2 * given.threads, **json.loads(given.settings),
     )  # fmt: skip
+    started = time.monotonic()
     outcome = finetune(config, lambda text: print(text, flush=True))
+    seconds = time.monotonic() - started
     records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
     steady = records[len(records) // 3 :]
     return {
@@ -139,6 +152,7 @@ def _ours(
         "wait_share": statistics.median(r["wait_share"] for r in steady),
         "steps": outcome.steps,
         "predicted_accept_len": outcome.after["predicted_accept_len"],
+        "seconds": seconds,
         "final": outcome.final,
     }
 
@@ -192,7 +206,9 @@ def _theirs(
     stamps = folder / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.finetune_peer", str(stamps), str(LOG_EVERY)]
     command += [f"--{flag}={value}" for flag, value in flags.items()]
+    started = time.monotonic()
     subprocess.run(command, check=True, timeout=3600)
+    seconds = time.monotonic() - started
     times = json.loads(stamps.read_text())
     steps, marks = times["steps"], times["marks"]
     marks = marks[len(marks) // 3 :]
@@ -203,6 +219,7 @@ def _theirs(
         "supervised_tokens_per_s": rows / steps / statistics.median(windows),
         "steps": steps,
         "optimizer": optimizer,
+        "seconds": seconds,
         "windows_s": windows,
         "weights": found[-1],
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRY_POINTS = "[sglang.srt.plugins]\ndatagen_capture = datagen.capture.sglang_plugin:register\n"
+PLUGIN = {"datagen_capture": "datagen.capture.sglang_plugin:register"}
 KIMI_WIDE = {
     "hidden_size": 7168, "num_hidden_layers": 6, "num_attention_heads": 56,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 18432,
@@ -69,23 +69,25 @@ def widen(model: Path, out: Path) -> None:
 
 
 class Server:
-    """One SGLang process group with the plugin in it, on `cpus` alone when some are named.
+    """One SGLang process group with the plugins in it, on `cpus` alone when some are named.
 
     `args`: python, port, spool, boundaries, flags.
     """
 
     def __init__(
-        self, args: argparse.Namespace, model: Path, folder: Path, cpus: set[int] | None = None
-    ) -> None:
+        self, args: argparse.Namespace, model: Path, folder: Path, cpus: set[int] | None = None,
+        plugins: dict[str, str] = PLUGIN,
+    ) -> None:  # fmt: skip
         self.url, self.spool = f"http://127.0.0.1:{args.port}", Path(args.spool)
         self.log = folder / "server.log"
         site = folder / "site" / "datagen-0.dist-info"
         site.mkdir(parents=True)
         (site / "METADATA").write_text("Metadata-Version: 2.1\nName: datagen\nVersion: 0\n")
-        (site / "entry_points.txt").write_text(ENTRY_POINTS)
+        lines = [f"{name} = {where}\n" for name, where in plugins.items()]
+        (site / "entry_points.txt").write_text("[sglang.srt.plugins]\n" + "".join(lines))
         path = os.pathsep.join([str(site.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {
-            "PYTHONPATH": path.rstrip(os.pathsep), "SGLANG_PLUGINS": "datagen_capture",
+            "PYTHONPATH": path.rstrip(os.pathsep), "SGLANG_PLUGINS": ",".join(plugins),
             "DATAGEN_CAPTURE_DIR": args.spool, "DATAGEN_CAPTURE_BOUNDARIES": args.boundaries,
         }  # fmt: skip
         command = [

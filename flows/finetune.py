@@ -54,6 +54,7 @@ async def finetune(
     dtype: str = "auto",
     attention: str = "auto",
     compile: bool = True,  # noqa: A002
+    graphs: bool = True,
     recompute: bool = False,
     threads: PositiveInt = 4,
     checkpoint_every: PositiveInt = 200,
@@ -95,8 +96,9 @@ async def finetune(
         dtype: auto, float32 or bfloat16.
         attention: auto, eager or flex.
         compile: Fuse the loss on CUDA.
+        graphs: Record a small drafter's kernels once and replay them.
         recompute: Less memory, more time.
-        threads: Threads that decode shards.
+        threads: Threads (with graphs: processes) that decode shards.
         checkpoint_every: Steps between checkpoints.
         evaluate_every: Steps between measurements.
         log_every: Steps between log lines.

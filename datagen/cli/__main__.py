@@ -2,4 +2,5 @@
 
 from datagen.cli import main
 
-main()
+if __name__ == "__main__":  # processes that decode import this module again
+    main()

@@ -92,8 +92,9 @@ def finetune(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16.")] = "auto",
     attention: Annotated[str, typer.Option(help="auto, eager, flex.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="On CUDA.")] = True,
+    graphs: Annotated[bool, typer.Option(help="Record a small drafter's kernels.")] = True,
     recompute: Annotated[bool, typer.Option(help="Less memory, more time.")] = False,
-    threads: Annotated[int, typer.Option(help="That decode shards.")] = 4,
+    threads: Annotated[int, typer.Option(help="That decode shards; processes with --graphs.")] = 4,
     checkpoint_every: Annotated[int, typer.Option(help="Steps.")] = 200,
     evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 200,
     log_every: Annotated[int, typer.Option(help="Steps.")] = 10,
@@ -112,9 +113,9 @@ def finetune(
         warmup=warmup, weight_decay=weight_decay, clip=clip, ema=ema, batch_tokens=batch_tokens,
         max_tokens=max_tokens, accumulate=accumulate, seed=seed, fresh_vocab=fresh_vocab,
         draft_vocab=draft_vocab, device=device, dtype=dtype, attention=attention,
-        compile=compile_, recompute=recompute, threads=threads, checkpoint_every=checkpoint_every,
-        evaluate_every=evaluate_every, log_every=log_every, export_dtype=export_dtype,
-        allow_chance=allow_chance,
+        compile=compile_, graphs=graphs, recompute=recompute, threads=threads,
+        checkpoint_every=checkpoint_every, evaluate_every=evaluate_every, log_every=log_every,
+        export_dtype=export_dtype, allow_chance=allow_chance,
     )  # fmt: skip
     stopping = False
 

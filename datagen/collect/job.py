@@ -166,8 +166,10 @@ class CollectJob:
         else:
             fingerprint.require_same(stored, layout.root)
         stack.enter_context(seldom_collected())
-        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         encoders, commits = stack.enter_context(encoders_and_commits(config))
+        dispatcher = await stack.enter_async_context(
+            Dispatcher(specs, config.dispatch, held=lambda: commits.crowded)
+        )
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
         job._encoder = Encoder(states_spec(config), refit_after=REFIT_SAMPLES)
         job.preflight = proof_record(config, proof)

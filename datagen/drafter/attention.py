@@ -104,7 +104,7 @@ def _compiled(device_type: str) -> Any:
 def _flex(batch: Batch, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    n_q, n_k = sum(batch.active), sum(batch.rows)
+    n_q, n_k = len(batch.active_A), len(batch.tokens_M)
     multiple = FLEX_MULTIPLE if device.type == "cuda" else BLOCK
     pad_q, pad_k = -n_q % multiple, -n_k % multiple
     # A query sees the rows first..last of its own sample: an interval. A padding query sees key 0

@@ -102,6 +102,10 @@ class ManifestSource:
             stop_token_ids=tuple(self._manifest.settings.get("stop_token_ids", ())),
         )
 
+    def __reduce__(self) -> tuple[type[ManifestSource], tuple[Path]]:
+        """Another process opens it anew."""
+        return ManifestSource, (Path(self.info.path),)
+
     def index(self, split: str, number: int) -> list[SampleRef]:
         """Every sample of the split in the order of the manifest; ids and masks are read, no states."""
         entry = self._manifest.splits.get(split)

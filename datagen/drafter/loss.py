@@ -57,24 +57,31 @@ def goal_of(
     assert batch.final_AH is not None
     final_AH = target.post_norm(batch.final_AH, final_norm)
     logits_AU = target.draft_logits(final_AH, draft_head_UH)
-    inside_A = t2d_V[target.scan(final_AH)[0]] if drop_outside else None
+    inside_A = t2d_V[target.choice(final_AH)] if drop_outside else None
     return Goal(logits_AU, inside_A)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The trained pairs, in row order. `row_P`, `depth_P`: which; `target_P`: where in A its state is."""
+    """Pairs in row order. `row_P`, `depth_P`: which; `target_P`: where in A its state is.
+
+    `trained_P`: None where all of them train.
+    """
 
     row_P: Tensor
     depth_P: Tensor
     target_P: Tensor
     draft_label_P: Tensor
+    trained_P: Tensor | None = None
 
 
-def pairs_of(batch: Batch, goal: Goal, draft_ids: Tensor, kind: LossKind) -> Pairs:
+def pairs_of(
+    batch: Batch, goal: Goal, draft_ids: Tensor, kind: LossKind, *, every: bool = False
+) -> Pairs:
     """Pairs of the mask, less those whose goal no draft token can be.
 
-    `draft_ids`: draft id of each target id, or NO_LABEL.
+    `draft_ids`: draft id of each target id, or NO_LABEL. `every`: also those that do not train, marked:
+    how many train need not be waited for then.
     """
     mask_AK = batch.mask_AK
     label_AK = torch.where(
@@ -84,6 +91,12 @@ def pairs_of(batch: Batch, goal: Goal, draft_ids: Tensor, kind: LossKind) -> Pai
         mask_AK = mask_AK & (label_AK != NO_LABEL)
     elif goal.inside_A is not None:
         mask_AK = mask_AK & goal.inside_A[batch.target_AK]
+    if every:
+        rows, depths = mask_AK.shape
+        at_P = torch.arange(rows * depths, device=mask_AK.device)
+        row_P, depth_P = at_P // depths, at_P % depths
+        label_P = label_AK.flatten().clamp(min=0) if kind == "ce" else label_AK.flatten()
+        return Pairs(row_P, depth_P, batch.target_AK.flatten(), label_P, mask_AK.flatten())
     row_P, depth_P = mask_AK.nonzero(as_tuple=True)
     return Pairs(row_P, depth_P, batch.target_AK[row_P, depth_P], label_AK[row_P, depth_P])
 

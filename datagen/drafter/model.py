@@ -244,10 +244,12 @@ class Unroll:
         angles = drafter.angles(batch.positions_M)
         k_MJD, v_MJD = layer.self_attn.keys_values(x_M2H, angles)
         rows_A = batch.active_A
-        q_AQD = layer.self_attn.queries(x_M2H[rows_A], (angles[0][rows_A], angles[1][rows_A]))
+        own_angles = angles[0][rows_A], angles[1][rows_A]
+        # index_select: the gradient of x[rows] sorts the rows first.
+        q_AQD = layer.self_attn.queries(x_M2H.index_select(0, rows_A), own_angles)
         attended_AQD, _ = self._attention(q_AQD, k_MJD, v_MJD)
         self._cached = [(k_MJD, v_MJD)]
-        return self._keep(layer.finished(h_MH[rows_A], attended_AQD))
+        return self._keep(layer.finished(h_MH.index_select(0, rows_A), attended_AQD))
 
     def next(self, tokens_A: Tensor) -> Tensor:
         """h of the next depth, [A, H], each row fed `tokens_A`: recorded ones, or its own drafts."""

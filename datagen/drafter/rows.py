@@ -79,6 +79,25 @@ class Batch:
         return replace(self, **pinned)
 
 
+def padded(batch: Batch, rows: int, active: int) -> Batch:
+    """The batch with at least `rows` rows and a multiple of `active` query rows.
+
+    What is added trains nothing, and no sample sees it: a padding query sees one row, each another.
+    """
+    more_rows = max(0, rows - len(batch.tokens_M))
+    more_active = -len(batch.active_A) % active
+    seen = torch.arange(more_active) % (len(batch.tokens_M) + more_rows)
+    grown: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            more = more_rows if field.name.endswith(("_M", "_MW")) else more_active
+            own = field.name in ("active_A", "start_A")
+            filler = seen if own else value.new_zeros((more, *value.shape[1:]))
+            grown[field.name] = torch.cat([value, filler])
+    return replace(batch, **grown)
+
+
 def trained_rows(n_tokens: int, n_context: int, depth: int = 0) -> range:
     """The rows t of a sample that train at `depth`: P-1 .. N-3-depth, perhaps none."""
     if n_context < 1:

@@ -71,10 +71,13 @@ class RunConfig(StrictModel):
     attention: Literal["auto", "eager", "flex"] = "auto"
     compile: bool = True
     """Fuse the loss on CUDA."""
+    graphs: bool = True
+    """Record a small drafter's kernels once and replay them (one CUDA device): see gradients.py."""
     recompute: bool = False
     """Recompute deeper steps in the backward pass: less memory, more time."""
     threads: int = Field(default=4, ge=1)
-    """That decode shards, per process. At Kimi's size a batch of 8,192 tokens is 0.5 GB."""
+    """That decode shards, per rank. At Kimi's size a batch of 8,192 tokens is 0.5 GB. Where a step is
+    recorded they are processes."""
     ahead: int = Field(default=0, ge=0)
     """Batches prepared in advance; 0: twice the threads."""
     checkpoint_every: int = Field(default=200, ge=1)

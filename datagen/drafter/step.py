@@ -27,14 +27,17 @@ class Sums:
 
 
 class StepLoss(nn.Module):
-    """`forward(batch, weight_K)`: (sum over pairs of weight[depth] x loss, Sums)."""
+    """`forward(batch, weight_K)`: (sum over pairs of weight[depth] x loss, Sums).
+
+    `fixed`: the kernels depend on nothing but the batch's shapes, so that they can be recorded.
+    """
 
     def __init__(
         self, drafter: Drafter, target: Target, vocab: DraftVocab, config: TrainConfig, *,
-        final_norm: FinalNorm, attention: str, compiled: bool,
+        final_norm: FinalNorm, attention: str, compiled: bool, fixed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.fixed = drafter, fixed
         self._target, self._config = target, config
         self._final_norm, self._attention, self._compiled = final_norm, attention, compiled
         device = target.embed_VH.device
@@ -54,21 +57,28 @@ class StepLoss(nn.Module):
                 batch, self._target, self._head_UH, t2d_V=self._t2d_V,
                 final_norm=self._final_norm, drop_outside=config.drop_outside,
             )  # fmt: skip
-        pairs = pairs_of(batch, goal, self._draft_ids_V, config.loss)
-        h_PH = drafter.norm(h_AKH[pairs.row_P, pairs.depth_P])
+        pairs = pairs_of(batch, goal, self._draft_ids_V, config.loss, every=self.fixed)
+        weight_P = weight_K[pairs.depth_P]
+        if pairs.trained_P is None:
+            h_PH = h_AKH[pairs.row_P, pairs.depth_P]
+        else:
+            h_PH, weight_P = h_AKH.flatten(0, 1), weight_P * pairs.trained_P
         total, loss_P, choice_P = pair_losses(
-            h_PH, drafter.lm_head.weight, goal, pairs, weight_K[pairs.depth_P], config.loss,
+            drafter.norm(h_PH), drafter.lm_head.weight, goal, pairs, weight_P, config.loss,
             compiled=self._compiled,
         )  # fmt: skip
         with torch.no_grad():
-            values_P3 = torch.stack(
-                [loss_P, torch.ones_like(loss_P), (choice_P == pairs.draft_label_P).float()], dim=1
-            )
+            hit_P = (choice_P == pairs.draft_label_P).float()
+            values_P3 = torch.stack([loss_P, torch.ones_like(loss_P), hit_P], dim=1)
+            bad_P = ~loss_P.isfinite()
+            if pairs.trained_P is not None:
+                values_P3 = values_P3.where(pairs.trained_P[:, None], 0.0)
+                bad_P &= pairs.trained_P
             table_K3 = torch.zeros(config.depths, 3, device=loss_P.device)
             table_K3.index_add_(0, pairs.depth_P, values_P3)
-            bad_A = torch.zeros(len(h_AKH), dtype=torch.bool, device=loss_P.device)
-            bad_A[pairs.row_P[~loss_P.isfinite()]] = True
-        return total, Sums(table_K3.t(), bad_A)
+            bad_A = torch.zeros(len(h_AKH), device=loss_P.device)
+            bad_A.index_add_(0, pairs.row_P, bad_P.float())
+        return total, Sums(table_K3.t(), bad_A > 0)
 
 
 def depth_weights(
@@ -95,5 +105,5 @@ def row_loss(by_depth: Sequence[float], decay: float) -> float:
 
 def bad_samples(batch: Batch, bad_A: Tensor) -> list[str]:
     """Samples with a row whose loss is no number."""
-    parts = torch.split(bad_A.cpu(), list(batch.active))
+    parts = torch.split(bad_A.cpu()[: sum(batch.active)], list(batch.active))
     return [s for s, part in zip(batch.sample_ids, parts, strict=True) if bool(part.any())]

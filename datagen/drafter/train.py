@@ -6,7 +6,6 @@ and goes on from its newest checkpoint ends, on a CPU, with the weights of one t
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from datagen.drafter.checkpoint import MAPS, export_files, write_directory
 from datagen.drafter.clock import Clock
 from datagen.drafter.curves import read_metrics, write_curves
 from datagen.drafter.dataset import SampleRef, StatesSource
+from datagen.drafter.gradients import Eager, Gradients, Recorded, may_be_recorded, recorded_shapes
 from datagen.drafter.heldout import HeldOut
 from datagen.drafter.loader import Loader, idle_copy
 from datagen.drafter.logs import MetricsLog
@@ -104,14 +104,20 @@ class Trainer:
         self.total_steps = self._order.total_steps(config.epochs)
         if config.max_steps:
             self.total_steps = config.max_steps
+        graphed = may_be_recorded(self._drafter, how, ranks)
         module = StepLoss(
             self._drafter, self._target, material.vocab, config, final_norm=self._final_norm,
-            attention=how.attention, compiled=how.compile and cuda,
+            attention=how.attention, compiled=how.compile and cuda, fixed=graphed,
         )  # fmt: skip
-        self._module = ranks.wrapped(module)
+        self._gradients: Gradients = (
+            Recorded(module, self._dtype, keeps=config.accumulate > 1)
+            if graphed
+            else Eager(ranks.wrapped(module), self._dtype, ranks)
+        )
         self._optimizer = adamw(self._drafter, config, self._device)
         self._average = Average(self._drafter, config.ema) if config.ema else None
-        self._loader = self._loader_of(self._train)
+        pad = recorded_shapes(config.batch_tokens) if graphed else None
+        self._loader = self._loader_of(self._train, pad)
         self._held = HeldOut(
             drafter=self._drafter, average=self._average, target=self._target,
             loader=self._loader_of(self._heldout), batch_tokens=config.batch_tokens,
@@ -196,12 +202,9 @@ class Trainer:
         table_3K = torch.zeros(3, config.depths, device=self._device)
         for i, numbers in enumerate(own):
             batch = next(stream)
-            batch = (batch if numbers else idle_copy(batch)).to(self._device, self._dtype)
-            last = i == len(own) - 1
-            with ranks.unsynced(self._module) if not last else contextlib.nullcontext():
-                total, sums = self._module(batch, weight_K)
-                total.backward()
-            loss += total.detach()
+            batch = batch if numbers else idle_copy(batch)
+            total, sums = self._gradients(batch, weight_K, last=i == len(own) - 1)
+            loss += total
             table_3K += sums.table_3K
             seen.append((batch, sums))
         norm = torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), config.clip)
@@ -326,9 +329,10 @@ class Trainer:
             context_length=self._target.context_length, dtype=self._how.export_dtype,
         )  # fmt: skip
 
-    def _loader_of(self, data: Usable) -> Loader:
+    def _loader_of(self, data: Usable, pad: tuple[int, int] | None = None) -> Loader:
         return Loader(
-            self._m.sources, data, self._config.depths, threads=self._how.threads,
+            self._m.sources, data, self._config.depths, threads=self._how.threads, pad=pad,
+            processes=pad is not None,
             ahead=self._how.ahead or 2 * self._how.threads, pin=self._device.type == "cuda",
         )  # fmt: skip
 

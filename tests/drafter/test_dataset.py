@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,27 @@ def test_threads_change_neither_order_nor_content(manifest: Path) -> None:
     for got, wanted in zip(loader.stream(plan), alone, strict=True):
         assert got.sample_ids == wanted.sample_ids
         assert torch.equal(got.features_MW, wanted.features_MW)
+
+
+def test_processes_give_the_batches_of_threads_and_their_faults(manifest: Path) -> None:
+    source = ManifestSource(manifest)
+    data = usable(source.index("train", 0), 1 << 20)
+    wrong = replace(data.refs[0], n_context=1)
+    data = replace(data, refs=(*data.refs, wrong), lengths=(*data.lengths, data.lengths[0]))
+    plan = [(0, 3), (1,), (2, 4, 5), (len(data.refs) - 1,)]
+    streams = [
+        Loader([source], data, 3, threads=1, pad=(512, 128), processes=p).stream(plan)
+        for p in (False, True)
+    ]
+    for _ in plan[:-1]:
+        ours, theirs = (next(s) for s in streams)
+        assert ours.sample_ids == theirs.sample_ids
+        assert len(ours.tokens_M) == 512
+        assert torch.equal(ours.features_MW, theirs.features_MW)
+        assert torch.equal(ours.labels_AK, theirs.labels_AK)
+    for stream in streams:
+        with pytest.raises(CorruptFile, match="no context followed by a response"):
+            next(stream)
 
 
 def test_a_missing_shard_is_one_line_naming_it(tmp_path: Path, manifest: Path) -> None:

@@ -95,6 +95,8 @@ def test_the_full_vocabulary_is_scanned_in_chunks(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("datagen.drafter.target.LOGITS_AT_ONCE", 0)
         best, lse = aim.scan(states)
         assert torch.equal(best, logits.argmax(-1))
+        assert torch.equal(aim.choice(states), best)
+        assert torch.equal(target().choice(states), target().scan(states)[0])
         torch.testing.assert_close(lse, logits.logsumexp(-1))
 
 
