@@ -125,9 +125,11 @@ async def capture_all(
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(SGLangClient(url))
         specs = [ServerSpec(client, limit=limit // share)]
-        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         stack.enter_context(seldom_collected())
         encoders, commits = stack.enter_context(encoders_and_commits(config))
+        dispatcher = await stack.enter_async_context(
+            Dispatcher(specs, config.dispatch, held=lambda: commits.crowded)
+        )
         pids = [os.getpid(), *getattr(encoders, "pids", [])]
         shop = Workshop(
             config=config, renderer=None,  # every prompt has its answer
