@@ -7,7 +7,11 @@ and leave in one write to a pipe; a process at its other end makes the files.
 
 A message: two little-endian u32, the lengths of the head and of the body; the head, a JSON list with one
 object a capture (see `_message`); the body, for each capture its rows and its ids. It is answered with the
-bytes of rows that are published or have failed, a little-endian u64.
+bytes of rows that are published or have failed, a little-endian u64; while it takes long, in several.
+
+A process that has captures and answers nothing for HUNG_S is taken for dead, as one that ended: it is
+killed, an error note is left for each capture that it had, whose client asks again, and what follows is
+written without it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -35,6 +40,9 @@ GATHER_S = 0.03
 PROCESSES = 2  # one writes and sums 0.9 GB/s
 PIPE_BYTES = 1 << 20
 MESSAGE_BYTES = 64 << 20
+HUNG_S = 20.0  # less than a client waits for its file
+KILLED_S = 5.0
+TELL_EVERY_S = 1.0
 SIZES, ANSWER = struct.Struct("<II"), struct.Struct("<Q")
 
 
@@ -70,20 +78,24 @@ class _Process:
     child: subprocess.Popen[bytes]
     under_way: deque[tuple[str, int]]
     """Path and bytes of what it was sent and has not answered."""
+    moved_at: float = 0.0
+    """When it last answered, or had nothing to answer."""
 
 
 class Carrier:
     """Hands captures to its processes, a few times a second. One thread; `put` may be called by any."""
 
-    def __init__(self, done: Callable[[int], None], processes: int = PROCESSES) -> None:
+    def __init__(
+        self, done: Callable[[int], None], processes: int = PROCESSES, *, hung_s: float = HUNG_S
+    ) -> None:
         """`done` is told the bytes of rows that are published or have failed."""
-        self._done = done
+        self._done, self._hung_s = done, hung_s
         self._jobs: deque[Job] = deque()
         self._idle, self._wake, self._closing = False, threading.Event(), False
         self._processes = [_Process(_started(), deque()) for _ in range(processes)]
         self._turn, self._ear = itertools.cycle(range(processes)), itertools.cycle(range(processes))
         self.alive = True
-        """False once a process has died: what is put then is written by the carrier's own thread."""
+        """False once a process has died or hung: what is put then is written by the carrier's own thread."""
         self._thread = threading.Thread(target=self._run, name="spool-carrier", daemon=True)
         self._thread.start()
 
@@ -99,7 +111,7 @@ class Carrier:
         self._wake.set()
         self._thread.join()
         for process in self._processes:
-            _ended(process.child)
+            self._end(process)
 
     def _run(self) -> None:
         while True:
@@ -128,43 +140,85 @@ class Carrier:
     def _send(self, jobs: list[Job]) -> None:
         process = self._processes[next(self._turn)]
         if self.alive:
+            if not process.under_way:
+                process.moved_at = time.monotonic()
             process.under_way.extend((job.path, job.n_bytes) for job in jobs)
             assert process.child.stdin is not None
             try:
-                write_all(process.child.stdin.fileno(), _message(jobs))
+                write_all(process.child.stdin.fileno(), _message(jobs), lambda: self._wait(process))
             except OSError as e:
-                self._give_up(repr(e))
+                self._give_up(str(e) or repr(e))
             return
         for job in jobs:
             write_job(job)
             self._done(job.n_bytes)
 
+    def _wait(self, process: _Process) -> None:
+        """Until its pipe takes more, or it answers. Raises OSError when it has ended or hangs."""
+        assert process.child.stdin is not None
+        assert process.child.stdout is not None
+        look = select.poll()  # an engine has descriptors that select cannot take
+        look.register(process.child.stdin, select.POLLOUT)
+        look.register(process.child.stdout, select.POLLIN)
+        look.poll(1000 * min(self._hung_s, TELL_EVERY_S))
+        if not self._answered(process):
+            raise BrokenPipeError(f"it ended with {process.child.wait()}")
+        if self._hangs(process):
+            raise TimeoutError(f"it has answered nothing for {self._hung_s:g} s")
+
     def _hear(self, process: _Process) -> None:
+        if not self._answered(process):
+            self._give_up(f"it ended with {process.child.wait()}")
+        elif self._hangs(process):
+            self._give_up(f"it has answered nothing for {self._hung_s:g} s")
+
+    def _hangs(self, process: _Process) -> bool:
+        return bool(process.under_way) and time.monotonic() - process.moved_at > self._hung_s
+
+    def _answered(self, process: _Process) -> bool:
+        """Take what it has answered; False when it has ended."""
         assert process.child.stdout is not None
         try:
             heard = os.read(process.child.stdout.fileno(), ANSWER.size * 512)
         except BlockingIOError:
-            return
+            return True
         if not heard:
-            self._give_up(f"it ended with {process.child.wait()}")
-            return
+            return False
+        process.moved_at = time.monotonic()
         for (n_bytes,) in ANSWER.iter_unpack(heard):
             left = n_bytes
             while left > 0:
                 left -= process.under_way.popleft()[1]
             self._done(n_bytes)
+        return True
 
     def _give_up(self, why: str) -> None:
         """A process is gone: note what it may have had, and write the rest without it."""
         log.error("the process that writes small captures is gone: %s", why)
         self.alive = False
-        for process in self._processes:
-            _ended(process.child)  # the sound one publishes what it has
+        for process in sorted(self._processes, key=self._hangs, reverse=True):
+            self._end(process)  # a sound one publishes what it has
             for path, n_bytes in process.under_way:
                 if not os.path.exists(path):
-                    leave_note(path, "the process that writes small captures is gone")
+                    leave_note(path, f"the process that writes small captures is gone: {why}")
                 self._done(n_bytes)
             process.under_way.clear()
+
+    def _end(self, process: _Process) -> None:
+        """Let it finish what it has, unless it hangs, and wait for its end."""
+        child = process.child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.close()
+        try:
+            child.wait(0 if self._hangs(process) else self._hung_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            try:
+                child.wait(KILLED_S)
+            except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
+                log.error("process %d cannot be killed", child.pid)
+        child.stdout.close()
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -177,16 +231,8 @@ def _started() -> subprocess.Popen[bytes]:
     with contextlib.suppress(OSError):  # a smaller pipe is slower, no more
         fcntl.fcntl(child.stdin.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.set_blocking(child.stdout.fileno(), False)
+    os.set_blocking(child.stdin.fileno(), False)
     return child
-
-
-def _ended(child: subprocess.Popen[bytes]) -> None:
-    """Let it finish what it has, and wait for its end."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    child.stdin.close()
-    child.wait()
-    child.stdout.close()
 
 
 def _message(jobs: Sequence[Job]) -> list[bytes | memoryview]:
@@ -229,10 +275,14 @@ def serve(source: int, answers: int) -> None:
         if not (_filled(source, memoryview(head)) and _filled(source, body)):
             return
         at = done = 0
+        told_at = time.monotonic()
         for path, n_tokens, width, dtype, metadata, n_rows, n_ids in json.loads(head):
             rows, ids = body[at : at + n_rows], body[at + n_rows : at + n_rows + n_ids]
             write_job(Job(path, [rows], n_tokens, width, dtype, bytes(ids), metadata, n_rows))
             at, done = at + n_rows + n_ids, done + n_rows
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                os.write(answers, ANSWER.pack(done))
+                done, told_at = 0, time.monotonic()
         os.write(answers, ANSWER.pack(done))
 
 
