@@ -17,7 +17,12 @@ from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.encoding import EncodePool
 from datagen.collect.endings import first_cause
 from datagen.collect.gate import PartitionGate
-from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
+from datagen.collect.identity import (
+    complete_fingerprint,
+    offline_fields,
+    require_same_rendering,
+    with_stored_target,
+)
 from datagen.collect.metrics import serving_metrics
 from datagen.collect.opening import (
     Notify,
@@ -29,8 +34,8 @@ from datagen.collect.opening import (
     states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
-from datagen.collect.proof import proof_record, prove_host, prove_servers, rendering_of
-from datagen.collect.servers import server_specs
+from datagen.collect.proof import proof_record, prove_host, prove_servers, rendered_contexts
+from datagen.collect.servers import guarded, server_specs
 from datagen.collect.workshop import Workshop
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
@@ -154,20 +159,20 @@ class CollectJob:
         if final is not None:
             require_whole_prefills(await inspect_server(final, config.profile))
         proof = await prove_servers(config, clients, renderer, final, notify)
-        rendering = rendering_of(proof)
+        contexts = rendered_contexts(proof)
         if stored is None:
             assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         proof.append(prove_host(config, layout, plan, notify))
-        fingerprint = complete_fingerprint(
-            offline, servers, renderer.digest, rendering, plan.digest
-        )
+        fingerprint = complete_fingerprint(offline, servers, renderer.digest, contexts, plan.digest)
         if stored is None:
             write_atomic(layout.run_yaml, run_yaml(config))
             fingerprint.save(layout.fingerprint)
         else:
+            require_same_rendering(fingerprint, stored, layout.root)
             fingerprint.require_same(stored, layout.root)
+        specs = guarded(specs, config, clients, servers, contexts)
         stack.enter_context(seldom_collected())
         dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
@@ -179,7 +184,7 @@ class CollectJob:
         job.preflight = proof_record(config, proof)
         job._shop = Workshop(
             config=config,
-            renderer=renderer if rendering == "ours" else None,
+            renderer=renderer if contexts is None else None,
             dispatcher=dispatcher,
             commits=Commits(committer),
             encoders=encoders,

@@ -312,9 +312,7 @@ class Dispatcher:
 
     async def _probe(self, server: Server) -> None:
         try:
-            healthy = await server.endpoint.healthy()
-        except TimeoutError:
-            healthy = False
+            healthy = await server.is_back()
         finally:
             server.probing = None
         server.breaker.probed(self._clock(), healthy=healthy)
@@ -323,8 +321,10 @@ class Dispatcher:
     async def _poll(self, server: Server) -> None:
         try:
             load = await server.endpoint.load()
-        except (RequestFailure, TimeoutError):
+        except (RequestFailure, TimeoutError) as e:
             load = None  # its rows will show what is wrong
+            if isinstance(e, RequestFailure) and e.reason == "unreachable":  # or it has none to
+                server.breaker.failed(self._clock(), str(e), fatal=True, gone=True)
         finally:
             server.polling, server.polled_at = None, self._clock()
         if load is not None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from datagen.errors import DatagenError
 from datagen.fanout.breaker import Breaker, BreakerConfig, State
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.histogram import Histogram
 from datagen.fanout.pace import Pace, PaceConfig, Watchdog
 from datagen.fanout.rows import Role, Row
 from datagen.fanout.window import Window, WindowConfig
+from datagen.target.failures import RequestFailure
 
 LOAD_STEPS = 8
 """Loads that differ by less than one in this many count as equal, and the sticky endpoint is taken."""
+
+
+Proof = Callable[[], Awaitable[None]]
+"""Raises DatagenError when a server is not what preflight has proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class ServerSpec:
     endpoint: Endpoint
     role: Role = Role.BOTH
     limit: int | None = None
+    proof: Proof | None = None
+    """Asked of a server that comes back after a failure: another one may answer at its address."""
 
 
 class Server:
@@ -34,7 +42,7 @@ class Server:
     def __init__(
         self, spec: ServerSpec, window: WindowConfig, breaker: BreakerConfig, pace: PaceConfig
     ) -> None:
-        self.endpoint, self.role = spec.endpoint, spec.role
+        self.endpoint, self.role, self._proof = spec.endpoint, spec.role, spec.proof
         self.window = Window(window, limit=spec.limit)
         self.breaker = Breaker(breaker)
         self.paces = {role: Pace(pace) for role in (Role.GENERATE, Role.CAPTURE)}
@@ -62,6 +70,20 @@ class Server:
         if self.breaker.state is State.TRIAL or self.quarantine:
             return not self.window.in_flight
         return self.window.free > 0
+
+    async def is_back(self) -> bool:
+        """Whether it answers, and is still the server that preflight has proven."""
+        try:
+            if not await self.endpoint.healthy():
+                return False
+            if self._proof is not None:
+                await self._proof()
+        except (TimeoutError, RequestFailure):
+            return False
+        except DatagenError as e:
+            self.breaker.last_failure = str(e)
+            return False
+        return True
 
     def preference(self, row: Row) -> tuple[bool, int, bool, float]:
         """Smaller is better for `row`: not where it failed, less loaded, where its last turn was."""
