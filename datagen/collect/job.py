@@ -28,6 +28,7 @@ from datagen.collect.opening import (
     Notify,
     freeze_plan,
     load_renderer,
+    make_run_directory,
     manifest_header,
     open_plan,
     run_yaml,
@@ -100,7 +101,8 @@ class CollectJob:
             Fingerprint.load(layout.fingerprint).fields["mix"] if mix is None else mix_digest(mix)
         )
         offline = offline_fields(config, digest)
-        layout.root.mkdir(parents=True, exist_ok=True)
+        require_known(config.accept_risk, NAMES)
+        make_run_directory(layout.root)
         async with AsyncExitStack() as stack:
             stack.enter_context(RunLock(layout.lock))
             stored = Fingerprint.load(layout.fingerprint) if layout.fingerprint.exists() else None
@@ -143,7 +145,6 @@ class CollectJob:
             )
             for url in config.endpoints
         ]
-        require_known(config.accept_risk, NAMES)
         any_model = "served-model" in config.accept_risk
         servers = [await inspect_server(c, config.profile, any_model=any_model) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)

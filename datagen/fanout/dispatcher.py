@@ -166,12 +166,13 @@ class Dispatcher:
         if not server.flights:
             server.watchdog.began(self._clock())
         server.window.admit()
+        row.sent_at = self._clock()
         row.flight = asyncio.create_task(self._fly(row, server))
         self._flights.add(row.flight)
         server.flights[row.flight] = row
 
     async def _fly(self, row: Row, server: Server) -> None:
-        sent_at = self._clock()
+        sent_at = row.sent_at
         self.queue_wait.observe(sent_at - row.queued_at)
         limit_s = server.pace(row).deadline_s(row.work.tokens)
         try:
@@ -195,7 +196,7 @@ class Dispatcher:
         except CapacityFailure as e:
             server.failures[e.reason] += 1
             server.window.pressed()
-            server.paused_until = self._clock() + (e.retry_after_s or CAPACITY_PAUSE_S)
+            server.refused(self._clock(), str(e), e.retry_after_s or CAPACITY_PAUSE_S)
             self._requeue(row)
         except EndpointFailure as e:
             self._endpoint_failed(row, server, e)
@@ -214,6 +215,7 @@ class Dispatcher:
 
     def _moved(self, server: Server) -> None:
         server.watchdog.moved(self._clock())
+        server.refused_since = None
         server.breaker.answered()
 
     def _succeeded(self, row: Row, server: Server, sent_at: float, value: Any) -> None:
@@ -283,7 +285,7 @@ class Dispatcher:
                     server.polling = self._spawn(self._poll(server))
                 if server.watchdog.stalled(now, server.window.in_flight):
                     self._give_up(server, now)
-            waits = [s.breaker.open_for(now) for s in self._servers]
+            waits = [s.out_for(now) for s in self._servers]
             if waits and min(waits) > self._config.patience_s and (self._queue or self._flights):
                 self._despair(waits)
             self._pump()

@@ -17,6 +17,10 @@ from datagen.fanout.rows import Role, Row
 from datagen.fanout.window import Window, WindowConfig
 from datagen.target.failures import RequestFailure
 
+LONGEST_PAUSE_S = 60.0
+"""However long a server asks to be left alone."""
+TAKEN_S = 10.0
+"""A row that has not been refused for so long was taken."""
 LOAD_STEPS = 8
 """Loads that differ by less than one in this many count as equal, and the sticky endpoint is taken."""
 
@@ -54,6 +58,8 @@ class Server:
         self.probing: asyncio.Task[None] | None = None
         self.polling: asyncio.Task[None] | None = None
         self.polled_at = float("-inf")
+        self.refused_since: float | None = None
+        """When it first said that it is full, of the times since it last answered."""
         self.answered = self.tokens = 0
         self.failures: Counter[str] = Counter()
         self.latency = Histogram()
@@ -70,6 +76,20 @@ class Server:
         if self.breaker.state is State.TRIAL or self.quarantine:
             return not self.window.in_flight
         return self.window.free > 0
+
+    def refused(self, now: float, why: str, wait_s: float) -> None:
+        """It is full: nothing is sent for `wait_s`."""
+        if self.refused_since is None:
+            self.refused_since = now
+        self.breaker.last_failure = why
+        self.paused_until = now + min(wait_s, LONGEST_PAUSE_S)
+
+    def out_for(self, now: float) -> float:
+        """Seconds for which it has done no work: its breaker is open, or it is full without end."""
+        full_for = 0.0 if self.refused_since is None else now - self.refused_since
+        if full_for and any(now - row.sent_at > TAKEN_S for row in self.flights.values()):
+            full_for = 0.0  # it works at what it took
+        return max(self.breaker.open_for(now), full_for)
 
     async def is_back(self) -> bool:
         """Whether it answers, and is still the server that preflight has proven."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from datagen.acceptance.servers import free_port, last_words, launched
-from datagen.errors import MeasurementError
+from datagen.acceptance.stopping import never, run_until
+from datagen.errors import Interrupted, MeasurementError
 
 HEALTHY = """
 import http.server, sys
@@ -125,3 +127,38 @@ def test_a_killed_measurement_leaves_no_server(tmp_path: Path, number: int) -> N
     while listens(port):
         assert time.monotonic() < deadline, "the server outlived the measurement"
         time.sleep(0.1)
+
+
+def test_a_measurement_that_is_stopped_ends_its_server_while_it_starts(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)"
+    began = time.monotonic()
+    with (
+        pytest.raises(Interrupted, match="stopped on request"),
+        launched(
+            [sys.executable, "-c", code], "http://127.0.0.1:9", log=tmp_path / "log",
+            stop=lambda: time.monotonic() - began > 0.5,
+        ),
+    ):  # fmt: skip
+        pass
+    assert time.monotonic() - began < 8
+
+
+def test_a_measurement_that_is_stopped_is_cancelled_and_cleans_up() -> None:
+    cleaned: list[bool] = []
+
+    async def waits_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        run_until(lambda: time.monotonic() - began > 0.3, waits_for_ever())
+    assert cleaned == [True]
+
+    async def answers() -> int:
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert run_until(never, answers()) == 7
