@@ -20,7 +20,7 @@ from datagen.fanout.config import DispatchConfig
 from datagen.fanout.histogram import Histogram
 from datagen.fanout.queue import RowQueue
 from datagen.fanout.rows import Answered, Rejected, Role, Row, Work
-from datagen.fanout.server import Server, ServerSpec, choose_quarantine
+from datagen.fanout.server import Server, ServerSpec, choose_quarantine, given_up
 from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 
@@ -285,9 +285,14 @@ class Dispatcher:
                     server.polling = self._spawn(self._poll(server))
                 if server.watchdog.stalled(now, server.window.in_flight):
                     self._give_up(server, now)
-            waits = [s.out_for(now) for s in self._servers]
-            if waits and min(waits) > self._config.patience_s and (self._queue or self._flights):
-                self._despair(waits)
+            if self._queue or self._flights:
+                wanted = self._queue.roles
+                for server in self._servers:
+                    for row in server.flights.values():
+                        wanted |= row.work.role
+                lost = given_up(self._servers, wanted, now, self._config.patience_s)
+                if lost:
+                    self._despair(lost, now)
             self._pump()
             await asyncio.sleep(TICK_S)
             self.loop_lag.observe(max(0.0, self._clock() - now - TICK_S))
@@ -300,12 +305,13 @@ class Dispatcher:
         for flight in list(server.flights):
             flight.cancel()
 
-    def _despair(self, waits: list[float]) -> None:
-        worst = self._servers[max(range(len(waits)), key=waits.__getitem__)]
+    def _despair(self, lost: list[Server], now: float) -> None:
+        worst = max(lost, key=lambda s: s.out_for(now))
+        waited_s = min(s.out_for(now) for s in lost)
         self.stop(
             EndpointDown(
-                f"no server has answered for {min(waits):.0f} s; last: {worst.breaker.last_failure}",
-                where=", ".join(s.url for s in self._servers),
+                f"no server has answered for {waited_s:.0f} s; last: {worst.breaker.last_failure}",
+                where=", ".join(s.url for s in lost),
                 fix="start it again and repeat the command: nothing collected is lost",
             )
         )

@@ -133,6 +133,17 @@ class Server:
         }
 
 
+def given_up(
+    servers: Sequence[Server], wanted: Role, now: float, patience_s: float
+) -> list[Server]:
+    """The servers of a role that rows want, when none of them has worked for `patience_s`; else none."""
+    for kind in (Role.GENERATE, Role.CAPTURE):
+        able = [s for s in servers if s.role & kind]
+        if kind & wanted and able and min(s.out_for(now) for s in able) > patience_s:
+            return able
+    return []
+
+
 def choose_quarantine(servers: Sequence[Server], suspect: Row | None) -> bool:
     """Have one server take nothing but suspects while there are any, so that each is tried alone.
 
