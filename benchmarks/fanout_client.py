@@ -104,12 +104,17 @@ Run = Callable[[int, int], Awaitable[Answered[Generation]]]
 
 @asynccontextmanager
 async def shared_queue(
-    clients: Sequence[SGLangClient], window: int, limit: int, one_long_in: int
+    clients: Sequence[SGLangClient],
+    window: int,
+    limit: int,
+    one_long_in: int,
+    held: Callable[[], bool],
 ) -> AsyncIterator[tuple[Run, Fed]]:
     """The product: one dispatcher over all servers, and what it learns of lengths as the job does."""
     learnt = LengthModel()
     config = DispatchConfig(window=WindowConfig(initial=window, maximum=limit))
-    async with Dispatcher([ServerSpec(c, limit=limit) for c in clients], config) as dispatcher:
+    servers = [ServerSpec(c, limit=limit) for c in clients]
+    async with Dispatcher(servers, config, held=held) as dispatcher:
 
         async def run(row: int, tokens: int) -> Answered[Generation]:
             kind = kind_of(row, one_long_in)
@@ -170,15 +175,17 @@ async def drive(
     async with AsyncExitStack() as stack:
         stack.callback(committer.close)
         stack.enter_context(seldom_collected())
+        commits = Commits(committer)
         clients = [await stack.enter_async_context(SGLangClient(url)) for url in args.urls]
         source = {
-            "shared": lambda: shared_queue(clients, args.window, args.limit, args.one_long_in),
+            "shared": lambda: shared_queue(
+                clients, args.window, args.limit, args.one_long_in, lambda: commits.crowded
+            ),
             "static": lambda: bound_rows(clients, args.window, in_order=False),
             "round-robin": lambda: bound_rows(clients, args.window, in_order=True),
         }[args.policy]
         run, servers = await stack.enter_async_context(source())
         gate = PartitionGate(args.partition, lambda: servers)
-        commits = Commits(committer)
 
         async def one(store: PartitionStore, row: int) -> None:
             nonlocal asked
@@ -241,7 +248,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--limit", type=int, default=1024)
-    parser.add_argument("--partition", type=int, default=500)
+    parser.add_argument("--partition", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -12,6 +12,8 @@ from datagen.store.partition import PartitionStore
 T = TypeVar("T")
 MAX_QUEUED = 512
 """Rows with the writer; more than these wait here, so that a slow disk holds rows back, not the loop."""
+MAX_WAITING = 256
+"""Rows that wait for the disk above which no further row should be asked for."""
 
 
 class Commits:
@@ -21,17 +23,27 @@ class Commits:
         self._committer = committer
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Semaphore(MAX_QUEUED)
+        self._waiting = 0
+
+    @property
+    def crowded(self) -> bool:
+        """True while so many rows wait for the disk that more answers would only fill memory."""
+        return self._waiting >= MAX_WAITING
 
     async def run(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
         """Run `action` on the writer thread; returns once its rows are durable. Raises its error."""
-        async with self._room:
-            order = Order(store, action, self._told, ticket=self._loop.create_future())
-            self._committer.put(order)
-            try:
-                await order.ticket
-            except asyncio.CancelledError:
-                order.cancelled = True
-                raise
+        self._waiting += 1
+        try:
+            async with self._room:
+                order = Order(store, action, self._told, ticket=self._loop.create_future())
+                self._committer.put(order)
+                try:
+                    await order.ticket
+                except asyncio.CancelledError:
+                    order.cancelled = True
+                    raise
+        finally:
+            self._waiting -= 1
         if order.error is not None:
             raise order.error
         return order.result  # type: ignore[no-any-return]

@@ -175,9 +175,12 @@ class CollectJob:
             fingerprint.require_same(stored, layout.root)
         specs = guarded(specs, config, clients, servers, contexts)
         stack.enter_context(seldom_collected())
-        dispatcher = await stack.enter_async_context(Dispatcher(specs, config.dispatch))
         committer = GroupCommitter()
         stack.callback(committer.close)
+        commits = Commits(committer)
+        dispatcher = await stack.enter_async_context(
+            Dispatcher(specs, config.dispatch, held=lambda: commits.crowded)
+        )
         encoders = EncodePool()
         stack.callback(encoders.close)
         job = cls(config, layout, plan, fingerprint, servers, Progress(time.monotonic), notify)
@@ -187,7 +190,7 @@ class CollectJob:
             config=config,
             renderer=renderer if contexts is None else None,
             dispatcher=dispatcher,
-            commits=Commits(committer),
+            commits=commits,
             encoders=encoders,
             budget=ByteBudget(config.spool_mib * MIB),
             progress=job.progress,

@@ -37,8 +37,11 @@ class Dispatcher:
         servers: Sequence[ServerSpec],
         config: DispatchConfig | None = None,
         *,
+        held: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`held`: no row is sent while it is true, looked at with each answer and every TICK_S."""
+        self._held = held
         self._config = config = config or DispatchConfig()
         self._clock = clock
         self._servers = [Server(s, config.window, config.breaker, config.pace) for s in servers]
@@ -131,6 +134,8 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Send rows while a server has room for one."""
+        if self._held():
+            return
         now = self._clock()
         if self._queue.has_suspects or self._quarantined:
             self._quarantined = choose_quarantine(self._servers, self._queue.next_suspect)

@@ -80,3 +80,27 @@ async def test_an_error_is_raised_where_it_belongs_and_from_then_on(
     with pytest.raises(ValueError, match=r".") as second:
         await commits.run(store, partial(collect, number=1))
     assert first.value is second.value
+
+
+async def test_rows_that_wait_for_the_disk_make_it_crowded_until_they_are_durable(
+    store: PartitionStore, committer: GroupCommitter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datagen.collect.commits.MAX_WAITING", 3)
+    commits = Commits(committer)
+    syncing, synced = threading.Event(), threading.Event()
+
+    def slow(_: PartitionStore) -> None:
+        syncing.set()
+        synced.wait(10)
+
+    rows = [asyncio.create_task(commits.run(store, slow))]
+    await asyncio.to_thread(syncing.wait, 10)
+    rows += [asyncio.create_task(commits.run(store, partial(collect, number=n))) for n in range(2)]
+    await asyncio.sleep(0)
+    assert commits.crowded
+    given_up = asyncio.create_task(commits.run(store, partial(collect, number=2)))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    synced.set()
+    await asyncio.wait_for(asyncio.gather(*rows), 10)
+    assert not commits.crowded

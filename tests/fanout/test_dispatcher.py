@@ -11,7 +11,7 @@ import pytest
 from datagen.errors import EndpointDown, Interrupted
 from datagen.fanout.breaker import Breaker, BreakerConfig
 from datagen.fanout.config import DispatchConfig
-from datagen.fanout.dispatcher import Dispatcher
+from datagen.fanout.dispatcher import TICK_S, Dispatcher
 from datagen.fanout.rows import Priority, Rejected, Role, Work
 from datagen.fanout.server import ServerSpec
 from datagen.fanout.window import Window, WindowConfig
@@ -94,6 +94,16 @@ async def test_a_slow_server_does_not_hold_back_a_fast_one() -> None:
     async with dispatcher(fast, tired, window=WindowConfig(initial=2, maximum=2)) as d:
         await asyncio.gather(*(d.run(row()) for _ in range(60)))
     assert fast.calls > 50
+
+
+async def test_nothing_is_sent_while_rows_are_held_back() -> None:
+    server, full = Scripted("a", ok), True
+    async with Dispatcher([ServerSpec(server)], held=lambda: full) as d:  # type: ignore[arg-type]
+        asked = [asyncio.create_task(d.run(row())) for _ in range(3)]
+        await asyncio.sleep(2 * TICK_S)
+        assert (server.calls, d.queued) == (0, 3)
+        full = False
+        await asyncio.wait_for(asyncio.gather(*asked), 5)
 
 
 async def test_a_row_at_fault_is_tried_again_and_then_rejected_with_its_reason() -> None:
