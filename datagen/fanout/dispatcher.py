@@ -290,14 +290,9 @@ class Dispatcher:
                     server.polling = self._spawn(self._poll(server))
                 if server.watchdog.stalled(now, server.window.in_flight):
                     self._give_up(server, now)
-            if self._queue or self._flights:
-                wanted = self._queue.roles
-                for server in self._servers:
-                    for row in server.flights.values():
-                        wanted |= row.work.role
-                lost = given_up(self._servers, wanted, now, self._config.patience_s)
-                if lost:
-                    self._despair(lost, now)
+            lost = given_up(self._servers, self._queue.roles, now, self._config.patience_s)
+            if lost:
+                self._despair(lost, now)
             self._pump()
             await asyncio.sleep(TICK_S)
             self.loop_lag.observe(max(0.0, self._clock() - now - TICK_S))

@@ -136,7 +136,13 @@ class Server:
 def given_up(
     servers: Sequence[Server], wanted: Role, now: float, patience_s: float
 ) -> list[Server]:
-    """The servers of a role that rows want, when none of them has worked for `patience_s`; else none."""
+    """The servers of a role that rows want, when none of them has worked for `patience_s`; else none.
+
+    `wanted`: by the rows that wait; those at a server count too.
+    """
+    for server in servers:
+        for row in server.flights.values():
+            wanted |= row.work.role
     for kind in (Role.GENERATE, Role.CAPTURE):
         able = [s for s in servers if s.role & kind]
         if kind & wanted and able and min(s.out_for(now) for s in able) > patience_s:
