@@ -50,6 +50,17 @@ def test_a_server_lives_as_long_as_the_measurement(tmp_path: Path) -> None:
     assert not listens(port)
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    port = free_port()
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    with launched([sys.executable, "-c", HEALTHY, str(port)], url, log=log, start_s=10):
+        assert listens(port)
+
+
 def test_a_server_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no weights'); sys.exit(3)"]
     with (
