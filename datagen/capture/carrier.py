@@ -22,16 +22,17 @@ import itertools
 import json
 import logging
 import os
-import select
 import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from datagen.capture.spool import leave_note, write_all, write_spool
 
@@ -78,8 +79,11 @@ class _Process:
     child: subprocess.Popen[bytes]
     under_way: deque[tuple[str, int]]
     """Path and bytes of what it was sent and has not answered."""
+    mark: object = None
+    """How far it was when it was last looked at, at `moved_at`."""
     moved_at: float = 0.0
-    """When it last answered, or had nothing to answer."""
+    fault: str = ""
+    """Why it was killed."""
 
 
 class Carrier:
@@ -98,6 +102,9 @@ class Carrier:
         """False once a process has died or hung: what is put then is written by the carrier's own thread."""
         self._thread = threading.Thread(target=self._run, name="spool-carrier", daemon=True)
         self._thread.start()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="spool-watch", daemon=True)
+        self._watcher.start()
 
     def put(self, job: Job) -> None:
         """Queue a capture."""
@@ -112,6 +119,8 @@ class Carrier:
         self._thread.join()
         for process in self._processes:
             self._end(process)
+        self._over.set()
+        self._watcher.join()
 
     def _run(self) -> None:
         while True:
@@ -140,63 +149,38 @@ class Carrier:
     def _send(self, jobs: list[Job]) -> None:
         process = self._processes[next(self._turn)]
         if self.alive:
-            if not process.under_way:
-                process.moved_at = time.monotonic()
             process.under_way.extend((job.path, job.n_bytes) for job in jobs)
             assert process.child.stdin is not None
             try:
-                write_all(process.child.stdin.fileno(), _message(jobs), lambda: self._wait(process))
+                write_all(process.child.stdin.fileno(), _message(jobs))
             except OSError as e:
-                self._give_up(str(e) or repr(e))
+                self._give_up(process.fault or repr(e))
             return
         for job in jobs:
             write_job(job)
             self._done(job.n_bytes)
 
-    def _wait(self, process: _Process) -> None:
-        """Until its pipe takes more, or it answers. Raises OSError when it has ended or hangs."""
-        assert process.child.stdin is not None
-        assert process.child.stdout is not None
-        look = select.poll()  # an engine has descriptors that select cannot take
-        look.register(process.child.stdin, select.POLLOUT)
-        look.register(process.child.stdout, select.POLLIN)
-        look.poll(1000 * min(self._hung_s, TELL_EVERY_S))
-        if not self._answered(process):
-            raise BrokenPipeError(f"it ended with {process.child.wait()}")
-        if self._hangs(process):
-            raise TimeoutError(f"it has answered nothing for {self._hung_s:g} s")
-
     def _hear(self, process: _Process) -> None:
-        if not self._answered(process):
-            self._give_up(f"it ended with {process.child.wait()}")
-        elif self._hangs(process):
-            self._give_up(f"it has answered nothing for {self._hung_s:g} s")
-
-    def _hangs(self, process: _Process) -> bool:
-        return bool(process.under_way) and time.monotonic() - process.moved_at > self._hung_s
-
-    def _answered(self, process: _Process) -> bool:
-        """Take what it has answered; False when it has ended."""
         assert process.child.stdout is not None
         try:
             heard = os.read(process.child.stdout.fileno(), ANSWER.size * 512)
         except BlockingIOError:
-            return True
+            return
         if not heard:
-            return False
-        process.moved_at = time.monotonic()
+            ended = process.child.wait()
+            self._give_up(process.fault or f"it ended with {ended}")
+            return
         for (n_bytes,) in ANSWER.iter_unpack(heard):
             left = n_bytes
             while left > 0:
                 left -= process.under_way.popleft()[1]
             self._done(n_bytes)
-        return True
 
     def _give_up(self, why: str) -> None:
         """A process is gone: note what it may have had, and write the rest without it."""
         log.error("the process that writes small captures is gone: %s", why)
         self.alive = False
-        for process in sorted(self._processes, key=self._hangs, reverse=True):
+        for process in self._processes:
             self._end(process)  # a sound one publishes what it has
             for path, n_bytes in process.under_way:
                 if not os.path.exists(path):
@@ -205,20 +189,44 @@ class Carrier:
             process.under_way.clear()
 
     def _end(self, process: _Process) -> None:
-        """Let it finish what it has, unless it hangs, and wait for its end."""
+        """Let it finish what it has, and wait for its end; one that hangs is ended meanwhile."""
         child = process.child
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.close()
         try:
-            child.wait(0 if self._hangs(process) else self._hung_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            try:
-                child.wait(KILLED_S)
-            except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
-                log.error("process %d cannot be killed", child.pid)
+            child.wait(2 * self._hung_s + KILLED_S)
+        except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
+            log.error("process %d does not end", child.pid)
         child.stdout.close()
+
+    def _watch(self) -> None:
+        """Kill a process that hangs: the carrier's thread, which may wait for its pipe, sees its end."""
+        while not self._over.wait(self._hung_s / 8):
+            for process in self._processes:
+                now, mark = time.monotonic(), _mark(process)
+                if mark != process.mark:
+                    process.mark, process.moved_at = mark, now
+                elif now - process.moved_at > self._hung_s and not process.fault:
+                    process.fault = f"it has answered nothing for {self._hung_s:g} s"
+                    process.child.kill()
+
+
+def _mark(process: _Process) -> object:
+    """What changes while a process does its work; never the same twice when it has none."""
+    try:
+        first = process.under_way[0]
+    except IndexError:
+        return object()
+    return first, _filled_bytes(process.child.stdin), _filled_bytes(process.child.stdout)
+
+
+def _filled_bytes(pipe: IO[bytes] | None) -> bytes:
+    """How much of a pipe nobody has read yet; empty when it is closed."""
+    try:
+        return fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)) if pipe else b""
+    except (OSError, ValueError):
+        return b""
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -231,7 +239,6 @@ def _started() -> subprocess.Popen[bytes]:
     with contextlib.suppress(OSError):  # a smaller pipe is slower, no more
         fcntl.fcntl(child.stdin.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.set_blocking(child.stdout.fileno(), False)
-    os.set_blocking(child.stdin.fileno(), False)
     return child
 
 

@@ -21,7 +21,7 @@ import stat
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,22 +127,11 @@ def write_spool(
     return 8 + len(header) + tail + 4
 
 
-def write_all(
-    fd: int, parts: Sequence[bytes | memoryview], full: Callable[[], None] | None = None
-) -> None:
-    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError.
-
-    `full`: waits until a pipe that does not block takes more.
-    """
+def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError."""
     left = [memoryview(p) for p in parts if len(p)]
     while left:
-        try:
-            written = os.writev(fd, left[:MAX_PARTS])
-        except BlockingIOError:
-            if full is None:
-                raise
-            full()
-            continue
+        written = os.writev(fd, left[:MAX_PARTS])
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:
