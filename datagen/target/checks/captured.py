@@ -48,9 +48,9 @@ def check_plugin(subject: Subject, found: Evidence) -> Finding:
             expected,
             "install this version of datagen into the server's environment, and restart the server",
         )
+    if isinstance(first.failure, RequestFailure) and _is_busy(first.failure):
+        return ok("it answers, and has no room", expected)
     if isinstance(first.failure, RequestFailure) and first.failure.reason == "capture_failed":
-        if _is_busy(first.failure):
-            return ok("it answers, and has no room", expected)
         return red(
             first.failure.detail, expected, "follow the plugin's message; see the server's log"
         )
