@@ -140,12 +140,15 @@ def given_up(
 
     `wanted`: by the rows that wait; those at a server count too.
     """
+    out = {s.url for s in servers if s.out_for(now) > patience_s}
+    if not out:  # as nearly always: rows in flight are many, and this is asked often
+        return []
     for server in servers:
         for row in server.flights.values():
             wanted |= row.work.role
     for kind in (Role.GENERATE, Role.CAPTURE):
         able = [s for s in servers if s.role & kind]
-        if kind & wanted and able and min(s.out_for(now) for s in able) > patience_s:
+        if kind & wanted and able and all(s.url in out for s in able):
             return able
     return []
 
