@@ -32,6 +32,12 @@ PYTHON ?= python3
 PREFECT_PORT ?= 4331
 TARGET_PORT ?= 30000
 
+# What runs on this host is reached without a proxy, by Prefect too.
+comma := ,
+DIRECT := $(or $(no_proxy),$(NO_PROXY))
+export NO_PROXY := $(if $(DIRECT),$(DIRECT)$(comma))127.0.0.1,localhost
+export no_proxy := $(NO_PROXY)
+
 BIN := $(CURDIR)/.venv/bin
 STAMP := .venv/.installed
 TRAIN := .venv/.train

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -157,6 +159,10 @@ def collect_config(
     if temperature >= 0:
         train = sampling.train.model_copy(update={"temperature": temperature})
         sampling = sampling.model_copy(update={"train": train})
+    elif isnan(temperature):
+        raise ConfigError("temperature is nan", fix="give a number; negative is the profile's")
+    if run.strip() in ("", ".", ".."):
+        raise ConfigError(f"'{run}' is no name of a run", fix="give a name, or a path with a '/'")
     path = Path(run) if "/" in run else Path(runs_dir) / run
     return parse(
         {
@@ -212,7 +218,8 @@ def _endpoints(text: str) -> tuple[tuple[str, ...], dict[Role, tuple[str, ...]]]
         name, equals, rest = item.partition("=")
         url, role = (rest, ROLES[name]) if equals and name in ROLES else (item, Role.BOTH)
         _require_url(url)
-        roles[url.rstrip("/")] = role
+        url = url.rstrip("/")
+        roles[url] = roles.get(url, Role(0)) | role
     for needed in ROLES.values():
         if not any(needed & role for role in roles.values()):
             name = next(n for n, r in ROLES.items() if r is needed)
@@ -224,7 +231,12 @@ def _endpoints(text: str) -> tuple[tuple[str, ...], dict[Role, tuple[str, ...]]]
 
 
 def _require_url(url: str) -> None:
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, half an IPv6 address
+        known = False
+    if not known or " " in url:
         raise ConfigError(
             f"endpoint '{url}' is no URL",
             fix="write it as http://host:port, several with commas, and generate=URL or "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from datagen.errors import DatagenError
 from datagen.evaluate import evaluate as evaluate_job
 from datagen.evaluate import evaluate_config
+from datagen.evaluate.config import EvaluateConfig
 from datagen.report.render import write_report
 from flows.logs import flow_logger
 from flows.progress import UI_TIMEOUT_S
@@ -73,7 +76,7 @@ async def evaluate(
     log = flow_logger()
     try:
         config = evaluate_config(**given)
-        result = await asyncio.to_thread(evaluate_job, config, log.info)
+        result = await _stoppable(config, log.info)
         root = config.manifest.parent
         html, markdown = await asyncio.to_thread(write_report, root)
     except DatagenError as e:
@@ -88,6 +91,18 @@ async def evaluate(
         "accept_len": result["replay"]["accept_len"]["value"],
         "report": str(html),
     }
+
+
+async def _stoppable(config: EvaluateConfig, notify: Callable[[str], None]) -> dict[str, Any]:
+    """The job in a thread; a cancelled flow ends the servers that it started before it ends."""
+    stopping = threading.Event()
+    job = asyncio.create_task(asyncio.to_thread(evaluate_job, config, notify, stopping.is_set))
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        stopping.set()
+        await asyncio.gather(job, return_exceptions=True)
+        raise
 
 
 async def _show(markdown: Path, html: Path) -> None:

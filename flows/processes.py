@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from datagen.errors import ServiceFailed
+from datagen.target.direct import open_directly
 
 START_S = 180.0
 STOP_S = 35.0  # a flow has 30 s to flush
@@ -145,7 +145,7 @@ def orphans_live(service: Service) -> bool:
 def is_healthy(service: Service) -> bool:
     """Whether its /health answers."""
     try:
-        with urllib.request.urlopen(f"{service.address}/health", timeout=3) as answer:
+        with open_directly(f"{service.address}/health", 3) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -273,7 +273,7 @@ def _listens(host: str, port: int) -> bool:
 def _get(url: str) -> dict[str, Any] | None:
     """The JSON object at `url`; None when there is none."""
     try:
-        with urllib.request.urlopen(url, timeout=3) as answer:
+        with open_directly(url, 3) as answer:
             body = json.load(answer)
     except (OSError, ValueError):
         return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from datagen.errors import DatagenError, ServiceFailed
+from datagen.target.direct import open_directly
 from flows.processes import Service, ensure, holder, is_healthy, orphans_live, start, stop
 
 PROFILE_PORT = 30000  # where the smollm2 profile expects its server
@@ -93,7 +94,7 @@ def _post(server: Service, path: str, body: dict[str, Any]) -> Any:
     for wait_s in (0.5, 1, 2, 4, 8):
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with open_directly(request, 30) as answer:
                 return json.load(answer)
         except OSError:
             time.sleep(wait_s)

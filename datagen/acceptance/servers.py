@@ -16,9 +16,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from datagen.acceptance.stopping import Stop, never, require_going
 from datagen.errors import MeasurementError
+from datagen.target.direct import open_directly
 
 STOP_S = 30.0
+HURRIED_S = (
+    8.0  # two servers and their measurement must end before Prefect kills a cancelled flow, at 30 s
+)
 PR_SET_PDEATHSIG = 1
 ERROR = re.compile(r"^[\w.]*(Error|Exception)\b.*: ")
 
@@ -26,23 +31,25 @@ ERROR = re.compile(r"^[\w.]*(Error|Exception)\b.*: ")
 @contextlib.contextmanager
 def launched(
     command: Sequence[str], url: str, *, log: Path, start_s: float = 180.0,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None, stop: Stop = never,
 ) -> Iterator[str]:  # fmt: skip
-    """A server that answers at `url` while the context lasts. Raises MeasurementError.
+    """A server that answers at `url` while the context lasts. Raises MeasurementError, and Interrupted
+    once `stop` says so while it starts.
 
     Its output goes to `log`. It runs in a session of its own, which is ended as a whole; on Linux it
     ends with this process even when that is killed.
     """
+    require_going(stop)
     with open(log, "wb") as output:
         process = subprocess.Popen(
             list(command), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, **(environment or {})}, preexec_fn=_end_with_parent(),
         )  # fmt: skip
     try:
-        _wait_healthy(process, url, log, start_s)
+        _wait_healthy(process, url, log, start_s, stop)
         yield url
     finally:
-        _stop(process)
+        _stop(process, HURRIED_S if stop() else STOP_S)
 
 
 def _end_with_parent() -> Callable[[], None] | None:
@@ -60,16 +67,19 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path, start_s: float) -> None:
+def _wait_healthy(
+    process: subprocess.Popen[bytes], url: str, log: Path, start_s: float, stop: Stop
+) -> None:
     deadline = time.monotonic() + start_s
     while True:
+        require_going(stop)
         if process.poll() is not None:
             raise MeasurementError(
                 f"the server ended with {process.returncode}: {last_words(log)}", where=log,
                 fix="see its log",
             )  # fmt: skip
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            open_directly(f"{url}/health", 2).close()
         except (urllib.error.URLError, OSError):
             if time.monotonic() > deadline:
                 raise MeasurementError(
@@ -91,12 +101,12 @@ def last_words(log: Path) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
+            process.wait(patience_s)
     finally:
         with contextlib.suppress(ProcessLookupError):  # those that did not end with the first
             os.killpg(process.pid, signal.SIGKILL)

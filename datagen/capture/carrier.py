@@ -7,7 +7,11 @@ and leave in one write to a pipe; a process at its other end makes the files.
 
 A message: two little-endian u32, the lengths of the head and of the body; the head, a JSON list with one
 object a capture (see `_message`); the body, for each capture its rows and its ids. It is answered with the
-bytes of rows that are published or have failed, a little-endian u64.
+bytes of rows that are published or have failed, a little-endian u64; while it takes long, in several.
+
+A process that has captures and answers nothing for HUNG_S is taken for dead, as one that ended: it is
+killed, an error note is left for each capture that it had, whose client asks again, and what follows is
+written without it.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from datagen.capture.spool import leave_note, write_all, write_spool
 
@@ -35,6 +41,9 @@ GATHER_S = 0.03
 PROCESSES = 2  # one writes and sums 0.9 GB/s
 PIPE_BYTES = 1 << 20
 MESSAGE_BYTES = 64 << 20
+HUNG_S = 20.0  # less than a client waits for its file
+KILLED_S = 5.0
+TELL_EVERY_S = 1.0
 SIZES, ANSWER = struct.Struct("<II"), struct.Struct("<Q")
 
 
@@ -70,22 +79,32 @@ class _Process:
     child: subprocess.Popen[bytes]
     under_way: deque[tuple[str, int]]
     """Path and bytes of what it was sent and has not answered."""
+    mark: object = None
+    """How far it was when it was last looked at, at `moved_at`."""
+    moved_at: float = 0.0
+    fault: str = ""
+    """Why it was killed."""
 
 
 class Carrier:
     """Hands captures to its processes, a few times a second. One thread; `put` may be called by any."""
 
-    def __init__(self, done: Callable[[int], None], processes: int = PROCESSES) -> None:
+    def __init__(
+        self, done: Callable[[int], None], processes: int = PROCESSES, *, hung_s: float = HUNG_S
+    ) -> None:
         """`done` is told the bytes of rows that are published or have failed."""
-        self._done = done
+        self._done, self._hung_s = done, hung_s
         self._jobs: deque[Job] = deque()
         self._idle, self._wake, self._closing = False, threading.Event(), False
         self._processes = [_Process(_started(), deque()) for _ in range(processes)]
         self._turn, self._ear = itertools.cycle(range(processes)), itertools.cycle(range(processes))
         self.alive = True
-        """False once a process has died: what is put then is written by the carrier's own thread."""
+        """False once a process has died or hung: what is put then is written by the carrier's own thread."""
         self._thread = threading.Thread(target=self._run, name="spool-carrier", daemon=True)
         self._thread.start()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="spool-watch", daemon=True)
+        self._watcher.start()
 
     def put(self, job: Job) -> None:
         """Queue a capture."""
@@ -99,7 +118,9 @@ class Carrier:
         self._wake.set()
         self._thread.join()
         for process in self._processes:
-            _ended(process.child)
+            self._end(process)
+        self._over.set()
+        self._watcher.join()
 
     def _run(self) -> None:
         while True:
@@ -133,7 +154,7 @@ class Carrier:
             try:
                 write_all(process.child.stdin.fileno(), _message(jobs))
             except OSError as e:
-                self._give_up(repr(e))
+                self._give_up(process.fault or repr(e))
             return
         for job in jobs:
             write_job(job)
@@ -146,7 +167,8 @@ class Carrier:
         except BlockingIOError:
             return
         if not heard:
-            self._give_up(f"it ended with {process.child.wait()}")
+            ended = process.child.wait()
+            self._give_up(process.fault or f"it ended with {ended}")
             return
         for (n_bytes,) in ANSWER.iter_unpack(heard):
             left = n_bytes
@@ -159,12 +181,52 @@ class Carrier:
         log.error("the process that writes small captures is gone: %s", why)
         self.alive = False
         for process in self._processes:
-            _ended(process.child)  # the sound one publishes what it has
+            self._end(process)  # a sound one publishes what it has
             for path, n_bytes in process.under_way:
                 if not os.path.exists(path):
-                    leave_note(path, "the process that writes small captures is gone")
+                    leave_note(path, f"the process that writes small captures is gone: {why}")
                 self._done(n_bytes)
             process.under_way.clear()
+
+    def _end(self, process: _Process) -> None:
+        """Let it finish what it has, and wait for its end; one that hangs is ended meanwhile."""
+        child = process.child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.close()
+        try:
+            child.wait(2 * self._hung_s + KILLED_S)
+        except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
+            log.error("process %d does not end", child.pid)
+        child.stdout.close()
+
+    def _watch(self) -> None:
+        """Kill a process that hangs: the carrier's thread, which may wait for its pipe, sees its end."""
+        while not self._over.wait(self._hung_s / 8):
+            for process in self._processes:
+                now, mark = time.monotonic(), _mark(process)
+                if mark != process.mark:
+                    process.mark, process.moved_at = mark, now
+                elif now - process.moved_at > self._hung_s and not process.fault:
+                    process.fault = f"it has answered nothing for {self._hung_s:g} s"
+                    process.child.kill()
+
+
+def _mark(process: _Process) -> object:
+    """What changes while a process does its work; never the same twice when it has none."""
+    try:
+        first = process.under_way[0]
+    except IndexError:
+        return object()
+    return first, _filled_bytes(process.child.stdin), _filled_bytes(process.child.stdout)
+
+
+def _filled_bytes(pipe: IO[bytes] | None) -> bytes:
+    """How much of a pipe nobody has read yet; empty when it is closed."""
+    try:
+        return fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)) if pipe else b""
+    except (OSError, ValueError):
+        return b""
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -178,15 +240,6 @@ def _started() -> subprocess.Popen[bytes]:
         fcntl.fcntl(child.stdin.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.set_blocking(child.stdout.fileno(), False)
     return child
-
-
-def _ended(child: subprocess.Popen[bytes]) -> None:
-    """Let it finish what it has, and wait for its end."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    child.stdin.close()
-    child.wait()
-    child.stdout.close()
 
 
 def _message(jobs: Sequence[Job]) -> list[bytes | memoryview]:
@@ -229,10 +282,14 @@ def serve(source: int, answers: int) -> None:
         if not (_filled(source, memoryview(head)) and _filled(source, body)):
             return
         at = done = 0
+        told_at = time.monotonic()
         for path, n_tokens, width, dtype, metadata, n_rows, n_ids in json.loads(head):
             rows, ids = body[at : at + n_rows], body[at + n_rows : at + n_rows + n_ids]
             write_job(Job(path, [rows], n_tokens, width, dtype, bytes(ids), metadata, n_rows))
             at, done = at + n_rows + n_ids, done + n_rows
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                os.write(answers, ANSWER.pack(done))
+                done, told_at = 0, time.monotonic()
         os.write(answers, ANSWER.pack(done))
 
 

@@ -46,6 +46,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.Abort:
+        err.print("datagen: interrupted")
         sys.exit(130)
     except Interrupted as e:
         err.print(f"datagen: {e}", highlight=False, markup=False, soft_wrap=True)

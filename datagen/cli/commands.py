@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from datagen.cli.app import app, err, out, partition_bar
-from datagen.errors import Interrupted
+from datagen.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from datagen.collect.job import CollectJob
@@ -44,6 +44,12 @@ def serve(
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from datagen.embedded.server import serve as serve_target
 
+    try:
+        layers = tuple(int(b) for b in boundaries.split(",")) if boundaries else None
+    except ValueError:
+        raise ConfigError(
+            f"--boundaries '{boundaries}' are no layer numbers", fix="write them as 2,15,27"
+        ) from None
     serve_target(
         target=target,
         host=host,
@@ -51,7 +57,7 @@ def serve(
         dtype=dtype,
         threads=threads or None,
         spool_dir=Path(spool_dir) if spool_dir else None,
-        boundaries=tuple(int(b) for b in boundaries.split(",")) if boundaries else None,
+        boundaries=layers,
         max_running_requests=max_running_requests,
         drafter=Path(drafter) if drafter else None,
         draft_steps=draft_steps,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datagen.cli.app import app, err, out
+from datagen.target.direct import open_directly
 
 if TYPE_CHECKING:
     from datagen.target.launch import Recipe
@@ -92,7 +93,7 @@ def _serve(recipe: Recipe, health: str, start_s: float) -> int:
 
 def _answers(health: str) -> bool:
     try:
-        with urllib.request.urlopen(health, timeout=30):
+        with open_directly(health, 30):
             return True
     except (urllib.error.URLError, OSError):
         return False

@@ -47,7 +47,8 @@ class PartitionGate:
         while self._inside >= self._limit:
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):  # wait_for can lose a cancellation
+                    await self._left.wait()
                 continue
             # only after a pause: the rows of the one before may not be queued yet
             if self._inside < MOST * self._limit and self._wanted:

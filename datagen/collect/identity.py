@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from datagen.config import CollectConfig
-from datagen.errors import WrongTarget
+from datagen.errors import FingerprintMismatch, WrongTarget
 from datagen.store.fingerprint import Fingerprint
 from datagen.target.preflight import ServerReport
 from datagen.target.tokens import Rendering
@@ -29,29 +30,51 @@ def complete_fingerprint(
     offline: dict[str, Any],
     servers: Sequence[ServerReport],
     tokenizer: str,
-    rendering: str,
+    contexts: str | None,
     plan_digest: str,
 ) -> Fingerprint:
-    """All fields; `rendering` is one where it is not ours.
+    """All fields. `contexts`: digest of what the servers make of the probe conversations, where it is
+    they who render the run's contexts.
 
     Raises WrongTarget when the endpoints do not serve one and the same model.
     """
     first = servers[0]
     for other in servers[1:]:
-        if other.identity != first.identity:
-            ours, theirs = asdict(first.identity), asdict(other.identity)
-            names = [k for k in ours if ours[k] != theirs[k]]
+        unlike = difference(other, first)
+        if unlike is not None:
             raise WrongTarget(
-                f"{other.url} differs from {first.url} in {', '.join(names)}: "
-                + ", ".join(f"{theirs[n]} against {ours[n]}" for n in names),
+                f"{other.url} differs from {first.url} in {unlike}",
                 fix="serve one model, revision and dtype on all endpoints of a run",
             )
+    rendered = {} if contexts is None else {"rendering": "server", "rendered_probes": contexts}
     return Fingerprint(
         {
             **offline,
-            "target": {**asdict(first.identity), "tokenizer": tokenizer, **rendered_by(rendering)},
+            "target": {**asdict(first.identity), "tokenizer": tokenizer, **rendered},
             "plan": plan_digest,
         }
+    )
+
+
+def difference(here: ServerReport, there: ServerReport) -> str | None:
+    """In what two servers are not the same target, in words; None when they are."""
+    ours, theirs = asdict(here.identity), asdict(there.identity)
+    names = [k for k in ours if ours[k] != theirs[k]]
+    if not names:
+        return None
+    return f"{', '.join(names)}: " + ", ".join(f"{ours[n]} against {theirs[n]}" for n in names)
+
+
+def require_same_rendering(now: Fingerprint, stored: Fingerprint, root: Path) -> None:
+    """Raise FingerprintMismatch when the server renders otherwise than it did when the run began."""
+    one, other = (f.fields["target"].get("rendered_probes") for f in (now, stored))
+    if None in (one, other) or one == other:
+        return
+    raise FingerprintMismatch(
+        "the server renders conversations otherwise than when the run began "
+        f"(probe conversations {one[:12]}, were {other[:12]})",
+        where=root,
+        fix="serve the chat template, tokenizer and version of then, or choose another run name",
     )
 
 
@@ -62,10 +85,5 @@ def with_stored_target(
     kept: dict[str, Any] = {k: stored.fields[k] for k in ("target", "plan") if k in stored.fields}
     if rendering != "auto" and "target" in kept:
         plain = {k: v for k, v in kept["target"].items() if k != "rendering"}
-        kept["target"] = {**plain, **rendered_by(rendering)}
+        kept["target"] = plain if rendering == "ours" else {**plain, "rendering": "server"}
     return Fingerprint({**offline, **kept})
-
-
-def rendered_by(rendering: str) -> dict[str, str]:
-    """The field of the target where the server renders; runs rendered here have none."""
-    return {"rendering": rendering} if rendering == "server" else {}

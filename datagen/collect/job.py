@@ -15,20 +15,26 @@ from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
 from datagen.collect.endings import first_cause
 from datagen.collect.gate import PartitionGate
-from datagen.collect.identity import complete_fingerprint, offline_fields, with_stored_target
+from datagen.collect.identity import (
+    complete_fingerprint,
+    offline_fields,
+    require_same_rendering,
+    with_stored_target,
+)
 from datagen.collect.metrics import serving_metrics
 from datagen.collect.opening import (
     Notify,
     freeze_plan,
     load_renderer,
+    make_run_directory,
     manifest_header,
     open_plan,
     run_yaml,
     states_spec,
 )
 from datagen.collect.progress import Progress, ProgressSnapshot
-from datagen.collect.proof import proof_record, prove_host, prove_servers, rendering_of
-from datagen.collect.servers import server_specs
+from datagen.collect.proof import proof_record, prove_host, prove_servers, rendered_contexts
+from datagen.collect.servers import guarded, server_specs
 from datagen.collect.workshop import Workshop, encoders_and_commits
 from datagen.config import MIB, CollectConfig
 from datagen.errors import ConfigError, Interrupted
@@ -92,7 +98,8 @@ class CollectJob:
             Fingerprint.load(layout.fingerprint).fields["mix"] if mix is None else mix_digest(mix)
         )
         offline = offline_fields(config, digest)
-        layout.root.mkdir(parents=True, exist_ok=True)
+        require_known(config.accept_risk, NAMES)
+        make_run_directory(layout.root)
         async with AsyncExitStack() as stack:
             stack.enter_context(RunLock(layout.lock))
             stored = Fingerprint.load(layout.fingerprint) if layout.fingerprint.exists() else None
@@ -135,7 +142,6 @@ class CollectJob:
             )
             for url in config.endpoints
         ]
-        require_known(config.accept_risk, NAMES)
         any_model = "served-model" in config.accept_risk
         servers = [await inspect_server(c, config.profile, any_model=any_model) for c in clients]
         renderer = await load_renderer(config, clients[0], notify)
@@ -151,20 +157,20 @@ class CollectJob:
         if final is not None:
             require_whole_prefills(await inspect_server(final, config.profile))
         proof = await prove_servers(config, clients, renderer, final, notify)
-        rendering = rendering_of(proof)
+        contexts = rendered_contexts(proof)
         if stored is None:
             assert mix is not None
             await asyncio.to_thread(freeze_plan, config, layout, mix, renderer, notify)
         plan = Plan.open(layout.plan)
         proof.append(prove_host(config, layout, plan, notify))
-        fingerprint = complete_fingerprint(
-            offline, servers, renderer.digest, rendering, plan.digest
-        )
+        fingerprint = complete_fingerprint(offline, servers, renderer.digest, contexts, plan.digest)
         if stored is None:
             write_atomic(layout.run_yaml, run_yaml(config))
             fingerprint.save(layout.fingerprint)
         else:
+            require_same_rendering(fingerprint, stored, layout.root)
             fingerprint.require_same(stored, layout.root)
+        specs = guarded(specs, config, clients, servers, contexts)
         stack.enter_context(seldom_collected())
         encoders, commits = stack.enter_context(encoders_and_commits(config))
         dispatcher = await stack.enter_async_context(
@@ -175,7 +181,7 @@ class CollectJob:
         job.preflight = proof_record(config, proof)
         job._shop = Workshop(
             config=config,
-            renderer=renderer if rendering == "ours" else None,
+            renderer=renderer if contexts is None else None,
             dispatcher=dispatcher,
             commits=commits,
             encoders=encoders,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +42,20 @@ def open_plan(layout: RunLayout, stored: Fingerprint) -> Plan:
             fix="restore it, or collect into a new run directory",
         )
     return plan
+
+
+def make_run_directory(root: Path) -> None:
+    """Raises ConfigError where no directory can be, or none can be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as e:
+        raise ConfigError(
+            f"the run's directory cannot be made or written: {e.strerror}",
+            where=root,
+            fix="give another --run or --runs-dir",
+        ) from e
 
 
 async def load_renderer(config: CollectConfig, client: SGLangClient, notify: Notify) -> Renderer:

@@ -115,6 +115,16 @@ def rendering_of(places: Sequence[ServerChecks]) -> RenderedBy:
     return "server" if any(p.rendering == "server" for p in places) else "ours"
 
 
+def rendered_contexts(places: Sequence[ServerChecks]) -> str | None:
+    """Digest of what the servers of the run make of the probe conversations; None where we render.
+
+    Raises PreflightRed as `rendering_of`.
+    """
+    if rendering_of(places) == "ours":
+        return None
+    return next(p.contexts_sha256 for p in places if p.contexts_sha256 is not None)
+
+
 def disagreement(places: Sequence[ServerChecks]) -> PreflightRed | None:
     """Why servers cannot render the contexts of one run: two of them are not proven to do it alike."""
     asked = [p for p in places if p.rendering is not None]
@@ -129,6 +139,9 @@ def disagreement(places: Sequence[ServerChecks]) -> PreflightRed | None:
         elif known and place.rendered_sha256 not in (None, known[0].rendered_sha256):
             found = "its chat endpoint renders the probe conversations otherwise than "
             found += f"{known[0].where} does"
+        elif place.contexts_sha256 != asked[0].contexts_sha256:
+            found = "its /v1/tokenize renders the probe conversations otherwise than "
+            found += f"{asked[0].where} does"
         else:
             continue
         return PreflightRed(

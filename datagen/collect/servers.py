@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from datagen.collect.identity import difference
 from datagen.config import CollectConfig
-from datagen.fanout.server import ServerSpec
+from datagen.errors import WrongTarget
+from datagen.fanout.rows import Role
+from datagen.fanout.server import Proof, ServerSpec
 from datagen.fanout.window import window_limit
+from datagen.target.checks.renderings import contexts_sha256
 from datagen.target.client import SGLangClient
-from datagen.target.preflight import ServerReport
+from datagen.target.preflight import ServerReport, inspect_server
 
 
 def server_specs(
@@ -25,4 +32,40 @@ def server_specs(
             ),
         )
         for client, report in zip(clients, servers, strict=True)
+    ]
+
+
+def guarded(
+    specs: Sequence[ServerSpec],
+    config: CollectConfig,
+    clients: Sequence[SGLangClient],
+    servers: Sequence[ServerReport],
+    contexts: str | None,
+) -> list[ServerSpec]:
+    """The same, each with what it must still be when it comes back after a failure.
+
+    `contexts`: digest of what the servers make of the probe conversations, where they render the run's.
+    """
+    any_model = "served-model" in config.accept_risk
+
+    def proof_of(client: SGLangClient, began_as: ServerReport, role: Role) -> Proof:
+        async def require_same() -> None:
+            now = await inspect_server(client, config.profile, any_model=any_model)
+            unlike = difference(now, began_as)
+            if unlike is None and now.context_length < began_as.context_length:
+                unlike = f"context length: {now.context_length} against {began_as.context_length}"
+            if unlike is None and contexts is not None and role & Role.GENERATE:
+                rendered = await contexts_sha256(client, config.profile.thinking_kwarg)
+                if rendered != contexts:
+                    unlike = "what it renders of the probe conversations"
+            if unlike is not None:
+                raise WrongTarget(
+                    f"the server came back as another one, it differs in {unlike}", where=client.url
+                )
+
+        return require_same
+
+    return [
+        replace(spec, proof=proof_of(client, report, spec.role))
+        for spec, client, report in zip(specs, clients, servers, strict=True)
     ]

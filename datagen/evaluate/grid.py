@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 import tempfile
@@ -17,8 +16,9 @@ from datagen.acceptance.live import BASELINE, SPECULATIVE, LiveReport, Speed, Vi
 from datagen.acceptance.metrics import Interval
 from datagen.acceptance.servers import free_port, launched
 from datagen.acceptance.sitting import Sitting
+from datagen.acceptance.stopping import Stop, never, run_until
 from datagen.acceptance.verdict import Verdict, judged
-from datagen.errors import DatagenError, MeasurementError
+from datagen.errors import DatagenError, Interrupted, MeasurementError
 from datagen.evaluate.config import EMBEDDED, EvaluateConfig
 from datagen.evaluate.subject import Notify
 from datagen.store.atomic import make_directory
@@ -30,7 +30,9 @@ LOCAL = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def servers(config: EvaluateConfig, profile: Profile) -> Iterator[tuple[str, str]]:
+def servers(
+    config: EvaluateConfig, profile: Profile, stop: Stop = never
+) -> Iterator[tuple[str, str]]:
     """URLs without and with the drafter: as given, or the embedded target started twice."""
     if config.live != EMBEDDED:
         yield str(config.baseline_url), str(config.live)
@@ -42,7 +44,7 @@ def servers(config: EvaluateConfig, profile: Profile) -> Iterator[tuple[str, str
         )  # fmt: skip
     chain = Grid(settings=(Setting(name="live", steps=config.steps),))
     with tempfile.TemporaryDirectory() as folder:
-        start = _Starter(chain, config, profile, Path(folder))
+        start = _Starter(chain, config, profile, Path(folder), stop)
         with start.baseline() as plain, start.drafting(start.grid.settings[0]) as drafting:
             yield plain, drafting
 
@@ -61,15 +63,17 @@ def break_evens(
 
 
 def measured_grid(
-    config: EvaluateConfig, profile: Profile, sitting: Sitting, replayed: Replayed, notify: Notify
-) -> dict[str, Any]:
+    config: EvaluateConfig, profile: Profile, sitting: Sitting, replayed: Replayed, notify: Notify,
+    stop: Stop = never,
+) -> dict[str, Any]:  # fmt: skip
     """Every setting beside the baseline, and which is best at each concurrency.
 
-    A setting that cannot be measured is kept with its reason. Raises MeasurementError when none can.
+    A setting that cannot be measured is kept with its reason. Raises MeasurementError when none can,
+    Interrupted once `stop` says so; no server is left.
     """
     assert config.grid is not None
     with tempfile.TemporaryDirectory() as folder:
-        start = _Starter(config.grid, config, profile, Path(folder))
+        start = _Starter(config.grid, config, profile, Path(folder), stop)
         reports = dict(_together(start, sitting) if config.grid.together
                        else _in_turn(start, sitting, notify))  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -100,7 +104,10 @@ class _Starter:
     Their logs stay in evaluation/<name>.logs; `folder` is for spools, and goes.
     """
 
-    def __init__(self, grid: Grid, config: EvaluateConfig, profile: Profile, folder: Path) -> None:
+    def __init__(
+        self, grid: Grid, config: EvaluateConfig, profile: Profile, folder: Path, stop: Stop
+    ) -> None:
+        self.stop = stop
         self.grid, self._config, self._profile, self._spools = grid, config, profile, folder
         self._logs = config.manifest.parent / "evaluation" / f"{config.name}.logs"
         self._common: list[str] = []
@@ -143,6 +150,7 @@ class _Starter:
         with launched(
             recipe.command, f"http://{LOCAL}:{port}", log=self._logs / f"{name}.log",
             start_s=self.grid.start_s, environment=recipe.environment | spec.environment,
+            stop=self.stop,
         ) as url:  # fmt: skip
             yield url
 
@@ -153,7 +161,9 @@ def _together(start: _Starter, sitting: Sitting) -> Iterator[tuple[str, LiveRepo
         for setting in start.grid.settings:
             try:
                 with start.drafting(setting) as drafting:
-                    yield setting.name, asyncio.run(sitting.both(plain, drafting))
+                    yield setting.name, run_until(start.stop, sitting.both(plain, drafting))
+            except Interrupted:
+                raise
             except DatagenError as e:
                 yield setting.name, e
 
@@ -165,7 +175,7 @@ def _in_turn(
 
     def visit(name: str, server: contextlib.AbstractContextManager[str]) -> Visit:
         with server as url:
-            return asyncio.run(sitting.one(name, url))
+            return run_until(start.stop, sitting.one(name, url))
 
     before = visit(BASELINE, start.baseline())
     for setting in start.grid.settings:
@@ -173,6 +183,8 @@ def _in_turn(
             drafting = visit(SPECULATIVE, start.drafting(setting))
             after = visit(BASELINE, start.baseline())
             report = live_report([before, drafting, after])
+        except Interrupted:
+            raise
         except DatagenError as e:
             yield setting.name, e
             continue

@@ -6,7 +6,6 @@ it. Replay needs no target; a live sitting needs two servers of it, one with the
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from datagen.acceptance.metrics import (
     slices,
 )
 from datagen.acceptance.sitting import Sitting
+from datagen.acceptance.stopping import Stop, never, require_going, run_until
 from datagen.acceptance.verdict import judged
 from datagen.errors import MeasurementError
 from datagen.evaluate.config import EvaluateConfig
@@ -54,9 +54,12 @@ if TYPE_CHECKING:
 FORMAT = "datagen.evaluation.1"
 
 
-def evaluate(config: EvaluateConfig, notify: Notify) -> dict[str, Any]:
-    """Measure, judge, and write evaluation/<name>.json; returns its content. Raises DatagenError."""
-    job = _Job(config, notify)
+def evaluate(config: EvaluateConfig, notify: Notify, stop: Stop = never) -> dict[str, Any]:
+    """Measure, judge, and write evaluation/<name>.json; returns its content. Raises DatagenError.
+
+    `stop`: once it says so, the servers that were started end, and Interrupted is raised.
+    """
+    job = _Job(config, notify, stop)
     result = job.run()
     path = config.manifest.parent / "evaluation" / f"{config.name}.json"
     make_directory(path.parent)
@@ -68,10 +71,10 @@ def evaluate(config: EvaluateConfig, notify: Notify) -> dict[str, Any]:
 class _Job:
     """What one evaluation reads once."""
 
-    def __init__(self, config: EvaluateConfig, notify: Notify) -> None:
+    def __init__(self, config: EvaluateConfig, notify: Notify, stop: Stop) -> None:
         from datagen.drafter.dataset import ManifestSource, first_by_hash, require_disjoint
 
-        self.config, self.notify = config, notify
+        self.config, self.notify, self.stop = config, notify, stop
         self.source: ManifestSource = ManifestSource(config.manifest)
         self.manifest = Manifest.load(config.manifest)
         refs = self.source.index(config.split, 0)
@@ -137,7 +140,7 @@ class _Job:
             self.notify(f"against {config.against}: {comparison}")
         speeds: tuple[Speed, ...] = ()
         if config.live:
-            with servers(config, self.profile) as (baseline_url, live_url):
+            with servers(config, self.profile, self.stop) as (baseline_url, live_url):
                 live = self._live(baseline_url, live_url)
                 report["parity"] = self._parity(live, baseline_url)
             speeds = live.speeds
@@ -178,7 +181,7 @@ class _Job:
         )
 
     def _live(self, baseline_url: str, live_url: str) -> LiveReport:
-        report = asyncio.run(self._sitting().both(baseline_url, live_url))
+        report = run_until(self.stop, self._sitting().both(baseline_url, live_url))
         served = report.servers[SPECULATIVE].get("speculative_num_steps")
         if served != self.config.steps:
             raise MeasurementError(
@@ -193,7 +196,7 @@ class _Job:
         """Replay of the speculative run's own outputs, captured afterwards, against its counts."""
         from datagen.acceptance.parity import captured_outputs
 
-        found = asyncio.run(captured_outputs(url, live.outputs, self.profile))
+        found = run_until(self.stop, captured_outputs(url, live.outputs, self.profile))
         runner, *_ = self._runner(self.config.drafter)
         ours = [r.counts.steps for r in runner.run(s for s, _ in found)]
         theirs = [a.generation.spec_verify_ct or 0 for _, a in found]
@@ -220,7 +223,9 @@ class _Job:
             runner, *_ = self._runner(self.config.drafter, steps)
             return accept_len([r.counts for r in runner.run(self._samples(), self.tags)])
 
-        return measured_grid(self.config, self.profile, self._sitting(), replayed, self.notify)
+        return measured_grid(
+            self.config, self.profile, self._sitting(), replayed, self.notify, self.stop
+        )
 
     # -- replay --------------------------------------------------------------------------------
 
@@ -251,6 +256,7 @@ class _Job:
 
     def _samples(self) -> Iterator[Sample]:
         for ref in self.refs:
+            require_going(self.stop)
             yield self.source.read(ref, ref.n_tokens)
 
     def _runner(self, directory: Path, steps: int = 0) -> tuple[Replay, Target, dict[str, Any]]:

@@ -55,7 +55,7 @@ def probe(
         config: EvaluateConfig = evaluate_config(
             manifest=str(manifest), drafter=str(drafter), name=name, **given
         )
-        found: dict[str, Any] = evaluate(config, notify)["replay"]["accept_len"]
+        found: dict[str, Any] = evaluate(config, notify, stop)["replay"]["accept_len"]
         return found
 
     before = measured(training.init, "probe-init") if training.init else None

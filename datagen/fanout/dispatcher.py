@@ -20,7 +20,7 @@ from datagen.fanout.config import DispatchConfig
 from datagen.fanout.histogram import Histogram
 from datagen.fanout.queue import RowQueue
 from datagen.fanout.rows import Answered, Rejected, Role, Row, Work
-from datagen.fanout.server import Server, ServerSpec, choose_quarantine
+from datagen.fanout.server import Server, ServerSpec, choose_quarantine, given_up
 from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 
@@ -171,12 +171,13 @@ class Dispatcher:
         if not server.flights:
             server.watchdog.began(self._clock())
         server.window.admit()
+        row.sent_at = self._clock()
         row.flight = asyncio.create_task(self._fly(row, server))
         self._flights.add(row.flight)
         server.flights[row.flight] = row
 
     async def _fly(self, row: Row, server: Server) -> None:
-        sent_at = self._clock()
+        sent_at = row.sent_at
         self.queue_wait.observe(sent_at - row.queued_at)
         limit_s = server.pace(row).deadline_s(row.work.tokens)
         try:
@@ -200,7 +201,7 @@ class Dispatcher:
         except CapacityFailure as e:
             server.failures[e.reason] += 1
             server.window.pressed()
-            server.paused_until = self._clock() + (e.retry_after_s or CAPACITY_PAUSE_S)
+            server.refused(self._clock(), str(e), e.retry_after_s or CAPACITY_PAUSE_S)
             self._requeue(row)
         except EndpointFailure as e:
             self._endpoint_failed(row, server, e)
@@ -219,6 +220,7 @@ class Dispatcher:
 
     def _moved(self, server: Server) -> None:
         server.watchdog.moved(self._clock())
+        server.refused_since = None
         server.breaker.answered()
 
     def _succeeded(self, row: Row, server: Server, sent_at: float, value: Any) -> None:
@@ -288,9 +290,9 @@ class Dispatcher:
                     server.polling = self._spawn(self._poll(server))
                 if server.watchdog.stalled(now, server.window.in_flight):
                     self._give_up(server, now)
-            waits = [s.breaker.open_for(now) for s in self._servers]
-            if waits and min(waits) > self._config.patience_s and (self._queue or self._flights):
-                self._despair(waits)
+            lost = given_up(self._servers, self._queue.roles, now, self._config.patience_s)
+            if lost:
+                self._despair(lost, now)
             self._pump()
             await asyncio.sleep(TICK_S)
             self.loop_lag.observe(max(0.0, self._clock() - now - TICK_S))
@@ -303,12 +305,13 @@ class Dispatcher:
         for flight in list(server.flights):
             flight.cancel()
 
-    def _despair(self, waits: list[float]) -> None:
-        worst = self._servers[max(range(len(waits)), key=waits.__getitem__)]
+    def _despair(self, lost: list[Server], now: float) -> None:
+        worst = max(lost, key=lambda s: s.out_for(now))
+        waited_s = min(s.out_for(now) for s in lost)
         self.stop(
             EndpointDown(
-                f"no server has answered for {min(waits):.0f} s; last: {worst.breaker.last_failure}",
-                where=", ".join(s.url for s in self._servers),
+                f"no server has answered for {waited_s:.0f} s; last: {worst.breaker.last_failure}",
+                where=", ".join(s.url for s in lost),
                 fix="start it again and repeat the command: nothing collected is lost",
             )
         )
@@ -317,9 +320,7 @@ class Dispatcher:
 
     async def _probe(self, server: Server) -> None:
         try:
-            healthy = await server.endpoint.healthy()
-        except TimeoutError:
-            healthy = False
+            healthy = await server.is_back()
         finally:
             server.probing = None
         server.breaker.probed(self._clock(), healthy=healthy)
@@ -328,8 +329,10 @@ class Dispatcher:
     async def _poll(self, server: Server) -> None:
         try:
             load = await server.endpoint.load()
-        except (RequestFailure, TimeoutError):
+        except (RequestFailure, TimeoutError) as e:
             load = None  # its rows will show what is wrong
+            if isinstance(e, RequestFailure) and e.reason == "unreachable":  # or it has none to
+                server.breaker.failed(self._clock(), str(e), fatal=True, gone=True)
         finally:
             server.polling, server.polled_at = None, self._clock()
         if load is not None:

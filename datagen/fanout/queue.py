@@ -28,6 +28,16 @@ class RowQueue:
         return bool(self._suspects) or any(self._heaps.values())
 
     @property
+    def roles(self) -> Role:
+        """What the rows that wait need of a server."""
+        wanted = Role(0)
+        for kind, heap in self._heaps.items():
+            wanted |= kind if heap else Role(0)
+        for _, _, row in self._suspects:
+            wanted |= row.work.role
+        return wanted
+
+    @property
     def has_suspects(self) -> bool:
         """True when rows wait to be tried alone, wanted or not."""
         return bool(self._suspects)

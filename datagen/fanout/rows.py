@@ -84,3 +84,4 @@ class Row:
     deaths: int = 0
     avoid: str | None = None
     flight: asyncio.Task[None] | None = None
+    sent_at: float = 0.0

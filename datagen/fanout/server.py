@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from datagen.errors import DatagenError
 from datagen.fanout.breaker import Breaker, BreakerConfig, State
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.histogram import Histogram
 from datagen.fanout.pace import Pace, PaceConfig, Watchdog
 from datagen.fanout.rows import Role, Row
 from datagen.fanout.window import Window, WindowConfig
+from datagen.target.failures import RequestFailure
 
+LONGEST_PAUSE_S = 60.0
+"""However long a server asks to be left alone."""
+TAKEN_S = 10.0
+"""A row that has not been refused for so long was taken."""
 LOAD_STEPS = 8
 """Loads that differ by less than one in this many count as equal, and the sticky endpoint is taken."""
+
+
+Proof = Callable[[], Awaitable[None]]
+"""Raises DatagenError when a server is not what preflight has proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,8 @@ class ServerSpec:
     endpoint: Endpoint
     role: Role = Role.BOTH
     limit: int | None = None
+    proof: Proof | None = None
+    """Asked of a server that comes back after a failure: another one may answer at its address."""
 
 
 class Server:
@@ -34,7 +46,7 @@ class Server:
     def __init__(
         self, spec: ServerSpec, window: WindowConfig, breaker: BreakerConfig, pace: PaceConfig
     ) -> None:
-        self.endpoint, self.role = spec.endpoint, spec.role
+        self.endpoint, self.role, self._proof = spec.endpoint, spec.role, spec.proof
         self.window = Window(window, limit=spec.limit)
         self.breaker = Breaker(breaker)
         self.paces = {role: Pace(pace) for role in (Role.GENERATE, Role.CAPTURE)}
@@ -46,6 +58,8 @@ class Server:
         self.probing: asyncio.Task[None] | None = None
         self.polling: asyncio.Task[None] | None = None
         self.polled_at = float("-inf")
+        self.refused_since: float | None = None
+        """When it first said that it is full, of the times since it last answered."""
         self.answered = self.tokens = 0
         self.failures: Counter[str] = Counter()
         self.latency = Histogram()
@@ -62,6 +76,34 @@ class Server:
         if self.breaker.state is State.TRIAL or self.quarantine:
             return not self.window.in_flight
         return self.window.free > 0
+
+    def refused(self, now: float, why: str, wait_s: float) -> None:
+        """It is full: nothing is sent for `wait_s`."""
+        if self.refused_since is None:
+            self.refused_since = now
+        self.breaker.last_failure = why
+        self.paused_until = now + min(wait_s, LONGEST_PAUSE_S)
+
+    def out_for(self, now: float) -> float:
+        """Seconds for which it has done no work: its breaker is open, or it is full without end."""
+        full_for = 0.0 if self.refused_since is None else now - self.refused_since
+        if full_for and any(now - row.sent_at > TAKEN_S for row in self.flights.values()):
+            full_for = 0.0  # it works at what it took
+        return max(self.breaker.open_for(now), full_for)
+
+    async def is_back(self) -> bool:
+        """Whether it answers, and is still the server that preflight has proven."""
+        try:
+            if not await self.endpoint.healthy():
+                return False
+            if self._proof is not None:
+                await self._proof()
+        except (TimeoutError, RequestFailure):
+            return False
+        except DatagenError as e:
+            self.breaker.last_failure = str(e)
+            return False
+        return True
 
     def preference(self, row: Row) -> tuple[bool, int, bool, float]:
         """Smaller is better for `row`: not where it failed, less loaded, where its last turn was."""
@@ -89,6 +131,26 @@ class Server:
             "latency_p50_s": self.latency.quantile(0.5),
             "latency_p99_s": self.latency.quantile(0.99),
         }
+
+
+def given_up(
+    servers: Sequence[Server], wanted: Role, now: float, patience_s: float
+) -> list[Server]:
+    """The servers of a role that rows want, when none of them has worked for `patience_s`; else none.
+
+    `wanted`: by the rows that wait; those at a server count too.
+    """
+    out = {s.url for s in servers if s.out_for(now) > patience_s}
+    if not out:  # as nearly always: rows in flight are many, and this is asked often
+        return []
+    for server in servers:
+        for row in server.flights.values():
+            wanted |= row.work.role
+    for kind in (Role.GENERATE, Role.CAPTURE):
+        able = [s for s in servers if s.role & kind]
+        if kind & wanted and able and all(s.url in out for s in able):
+            return able
+    return []
 
 
 def choose_quarantine(servers: Sequence[Server], suspect: Row | None) -> bool:

@@ -136,7 +136,11 @@ class Manifest(ManifestHeader):
             name = ".".join(map(str, first["loc"]))
             raise CorruptFile(f"{name or 'manifest'}: {first['msg']}", where=where) from e
         except (OSError, ValueError) as e:
-            raise CorruptFile(f"no manifest can be read: {e}", where=where) from e
+            raise CorruptFile(
+                f"no manifest can be read: {e}",
+                where=where,
+                fix="run the collect again; it writes a lost one anew, so remove one that is damaged",
+            ) from e
 
     def require_files(self, root: Path) -> None:
         """Raise CorruptFile unless every data file is under `root` and of its stated size."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 
+SPOOL_FULL = "spool_full"
+SPOOL_BUSY = "SpoolBusy:"  # the error's type leads the text of a refused capture's note
 ROW_FAULTS = (400, 408, 413, 422)
 
 
@@ -87,7 +89,7 @@ def generation_of(answer: dict[str, Any]) -> Generation:
 
 
 def capture_of(answer: dict[str, Any]) -> Capture:
-    """Read the note that a capture leaves in its answer. Raises RowFailure."""
+    """Read the note that a capture leaves in its answer. Raises RowFailure, CapacityFailure."""
     notes = answer["meta_info"].get("datagen")
     if not isinstance(notes, list) or not notes or not isinstance(notes[0], Mapping):
         raise RowFailure(
@@ -96,6 +98,8 @@ def capture_of(answer: dict[str, Any]) -> Capture:
             permanent=True,
         )
     note = notes[0]
+    if str(note.get("error", "")).startswith(SPOOL_BUSY):
+        raise CapacityFailure(SPOOL_FULL, str(note["error"]))
     if "error" in note:
         raise RowFailure("capture_failed", str(note["error"]))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from datagen.capture.spool import (
     spool_path,
 )
 from datagen.errors import CaptureUnproven
-from datagen.target.client import Capture
-from datagen.target.failures import RowFailure
+from datagen.target.answers import SPOOL_FULL, Capture
+from datagen.target.failures import CapacityFailure, RowFailure
 from datagen.target.profile import Profile
 
 READ_ASIDE_BYTES = 4 << 20  # 2 ms of checksum; for less, a change of threads costs as much
+NO_ROOM = tuple(f"OSError({number}," for number in (errno.ENOSPC, errno.EDQUOT))
+"""How the note of a failed write begins where the next may succeed, once others are taken."""
 FILE_PATIENCE_S = 30.0  # a healthy engine publishes within a second of its answer
 WRONG_WIDTH_FIX = (
     "an engine started with --speculative-algorithm EAGLE instead of EAGLE3 returns the final state "
@@ -44,7 +47,8 @@ async def take_capture(
     Waits at most `patience_s` for it. Not `summed`: the checksum of the rows is the caller's to compare.
 
     Raises CaptureUnproven when the engine captures something else than the profile says (the run
-    must stop), RowFailure when this one file is torn, late or of another request (try again).
+    must stop), RowFailure when this one file is torn, late or of another request (try again),
+    CapacityFailure when the spool has no room.
     """
     require_profile(capture.width, capture.boundaries, capture.final_norm, profile)
     path = capture.path
@@ -91,6 +95,8 @@ async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: boo
             pass
         else:
             discard(path)
+            if not detail or detail.startswith(NO_ROOM):  # where nothing fits, no note does
+                raise CapacityFailure(SPOOL_FULL, detail)
             raise RowFailure("capture_write_failed", detail)
         if loop.time() > deadline:
             raise RowFailure(

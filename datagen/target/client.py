@@ -8,6 +8,7 @@ the radix cache from hiding rows; `finish_reason.type` is `stop`, `length` or `a
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import orjson
 from numpy.typing import NDArray
 from tenacity import (
     AsyncRetrying,
-    retry_if_exception_type,
+    retry_if_exception,
     stop_after_delay,
     wait_random_exponential,
 )
@@ -43,6 +44,16 @@ IDLE_CLOSE_S = 1.0
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
 
+API_KEY = "DATAGEN_API_KEY"
+"""In the environment: a secret belongs neither in a form nor in a run's settings."""
+UNAUTHORISED = ("http_401", "http_403")
+
+
+def _may_pass(e: BaseException) -> bool:
+    """Whether a control call may do better when it is made again."""
+    return isinstance(e, (EndpointFailure, CapacityFailure)) and e.reason not in UNAUTHORISED
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds. `control`: a control call; `row`: one generation or capture, as a whole."""
@@ -53,14 +64,18 @@ class Timeouts:
 
 
 class SGLangClient:
-    """One server. Use as an async context manager; one session, no connection limit of its own."""
+    """One server. Use as an async context manager; one session, no connection limit of its own.
+
+    `api_key`: None takes $DATAGEN_API_KEY.
+    """
 
     def __init__(
         self, url: str, *, timeouts: Timeouts | None = None, api_key: str | None = None
     ) -> None:
         self.url = url.rstrip("/")
         self.timeouts = timeouts or Timeouts()
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        key = api_key or os.environ.get(API_KEY)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._routes: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
@@ -138,7 +153,7 @@ class SGLangClient:
     async def _patient(self, path: str, patience_s: float) -> dict[str, Any]:
         try:
             async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type((EndpointFailure, CapacityFailure)),
+                retry=retry_if_exception(_may_pass),
                 stop=stop_after_delay(patience_s),
                 wait=wait_random_exponential(multiplier=0.2, max=2),
                 reraise=True,
@@ -146,6 +161,13 @@ class SGLangClient:
                 with attempt:
                     answer = await self._control("GET", path)
         except RequestFailure as e:
+            if e.reason in UNAUTHORISED:
+                raise EndpointDown(
+                    f"the server refuses the API key ({e})" if self._headers else
+                    f"the server asks for an API key ({e})",
+                    where=self.url,
+                    fix=f"set {API_KEY} to the one that it was started with (for flows before `make up`)",
+                ) from e  # fmt: skip
             raise EndpointDown(
                 f"no SGLang server answers {path} ({e})",
                 where=self.url,

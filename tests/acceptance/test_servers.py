@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from datagen.acceptance.servers import free_port, last_words, launched
-from datagen.errors import MeasurementError
+from datagen.acceptance.stopping import never, run_until
+from datagen.errors import Interrupted, MeasurementError
 
 HEALTHY = """
 import http.server, sys
@@ -46,6 +48,17 @@ def test_a_server_lives_as_long_as_the_measurement(tmp_path: Path) -> None:
         assert found == url
         assert listens(port)
     assert not listens(port)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    port = free_port()
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    with launched([sys.executable, "-c", HEALTHY, str(port)], url, log=log, start_s=10):
+        assert listens(port)
 
 
 def test_a_server_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
@@ -125,3 +138,38 @@ def test_a_killed_measurement_leaves_no_server(tmp_path: Path, number: int) -> N
     while listens(port):
         assert time.monotonic() < deadline, "the server outlived the measurement"
         time.sleep(0.1)
+
+
+def test_a_measurement_that_is_stopped_ends_its_server_while_it_starts(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)"
+    began = time.monotonic()
+    with (
+        pytest.raises(Interrupted, match="stopped on request"),
+        launched(
+            [sys.executable, "-c", code], "http://127.0.0.1:9", log=tmp_path / "log",
+            stop=lambda: time.monotonic() - began > 0.5,
+        ),
+    ):  # fmt: skip
+        pass
+    assert time.monotonic() - began < 8
+
+
+def test_a_measurement_that_is_stopped_is_cancelled_and_cleans_up() -> None:
+    cleaned: list[bool] = []
+
+    async def waits_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        run_until(lambda: time.monotonic() - began > 0.3, waits_for_ever())
+    assert cleaned == [True]
+
+    async def answers() -> int:
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert run_until(never, answers()) == 7

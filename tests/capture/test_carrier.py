@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from datagen.capture.carrier import Carrier, Job, _message, serve
+from datagen.capture.carrier import ANSWER, Carrier, Job, _message, serve
 from datagen.capture.spool import read_spool, spool_path
 from datagen.capture.writer import Limits, RowFormat, SpoolWriter
 
@@ -153,3 +153,69 @@ def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: 
     for rid, n in (("small", 4), ("large", 60)):
         assert bytes(read_spool(spool_path(writer.directory, rid)).rows) == bytes(rows(n))
     writer.close()
+
+
+def warm_up(carrier: Carrier, told: Told, folder: Path) -> None:
+    """Every process has started: each has written one row."""
+    for number in range(1, len(carrier._processes) + 1):
+        carrier.put(job(folder / f"warm-{number}.safetensors", 1))
+        told.wait_for(number * FORMAT.row_bytes)
+
+
+@pytest.mark.parametrize("n", [4, 150_000])
+def test_a_process_that_hangs_is_ended_and_what_it_had_is_noted(
+    told: Told, tmp_path: Path, n: int
+) -> None:
+    """With a small capture, which its pipe takes, and with one on which the write itself would hang."""
+    carrier = Carrier(told, hung_s=2.0)
+    hung, sound = carrier._processes
+    try:
+        warm_up(carrier, told, tmp_path)
+        os.kill(hung.child.pid, signal.SIGSTOP)
+        held, other = job(tmp_path / "held.safetensors", n), job(tmp_path / "o.safetensors", 3)
+        carrier.put(held)
+        told.wait_for(2 * FORMAT.row_bytes + held.n_bytes)
+        assert hung.child.returncode == -signal.SIGKILL
+        note = (tmp_path / "held.safetensors.err").read_text()
+        assert "has answered nothing for 2 s" in note
+        carrier.put(other)
+        told.wait_for(2 * FORMAT.row_bytes + held.n_bytes + other.n_bytes)
+        assert read_spool(tmp_path / "o.safetensors").n_tokens == 3
+    finally:
+        carrier.close()
+    assert sound.child.returncode == 0
+
+
+def test_a_process_that_is_slow_but_answers_does_not_hang(told: Told, tmp_path: Path) -> None:
+    carrier = Carrier(told, processes=1, hung_s=2.0)
+    child = carrier._processes[0].child
+    jobs = [job(tmp_path / f"{i}.safetensors", 3) for i in range(5)]
+    try:
+        warm_up(carrier, told, tmp_path)
+        for each in jobs:
+            os.kill(child.pid, signal.SIGSTOP)
+            carrier.put(each)
+            time.sleep(0.6)
+            os.kill(child.pid, signal.SIGCONT)
+            time.sleep(0.2)
+        told.wait_for(FORMAT.row_bytes + sum(j.n_bytes for j in jobs))
+        assert carrier.alive
+    finally:
+        carrier.close()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5 + 1
+
+
+def test_a_message_that_takes_long_is_answered_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datagen.capture.carrier.TELL_EVERY_S", 0.0)
+    source, out = os.pipe()
+    heard, answers = os.pipe()
+    parts = _message([job(tmp_path / f"{i}.safetensors", 1 + i) for i in range(3)])
+    os.write(out, b"".join(bytes(p) for p in parts))
+    os.close(out)
+    serve(source, answers)
+    told = [n for (n,) in ANSWER.iter_unpack(os.read(heard, 100))]
+    assert [n for n in told if n] == [FORMAT.row_bytes * n for n in (1, 2, 3)]
+    for fd in (source, heard, answers):
+        os.close(fd)

@@ -202,6 +202,19 @@ async def test_the_run_stops_when_no_server_has_lived_for_long_enough() -> None:
             await asyncio.wait_for(d.run(row()), 5)
 
 
+async def test_the_run_stops_when_nobody_is_left_to_capture_though_others_generate() -> None:
+    writer, dead = Scripted("writer", ok), Scripted("dead", ok)
+    dead.alive = False
+    dead._answer = fails_first(99, EndpointFailure("unreachable", "refused", in_flight=False))
+    specs = [ServerSpec(writer, Role.GENERATE), ServerSpec(dead, Role.CAPTURE)]  # type: ignore[arg-type]
+    async with Dispatcher(specs, DispatchConfig(breaker=FAST, patience_s=0.5)) as d:
+        capture = Work(ask, Role.CAPTURE, Priority.CAPTURE)
+        first = asyncio.create_task(d.run(capture))
+        assert (await d.run(row())).value == "ok"
+        with pytest.raises(EndpointDown, match=r"no server has answered.*refused \(dead\)"):
+            await asyncio.wait_for(first, 10)
+
+
 async def test_captures_go_before_new_conversations() -> None:
     order: list[str] = []
 

@@ -157,6 +157,16 @@ async def test_a_full_server_is_waited_for_and_no_row_is_charged(status: str) ->
     assert state[0]["window"] < 32
 
 
+@pytest.mark.parametrize("more", ["", "Retry-After: 86400\r\n"])
+async def test_a_server_that_is_full_for_ever_stops_the_run_and_rejects_nothing(more: str) -> None:
+    async with serving(says(http("503 Service Unavailable", b"full", more=more))) as url:
+        began = asyncio.get_running_loop().time()
+        done, _ = await storm(url, patience_s=1.0)
+        assert asyncio.get_running_loop().time() - began < 5
+    assert reasons(done) == {"EndpointDown"}
+    assert "http_503: full" in str(done[0])
+
+
 async def test_retry_after_is_honoured() -> None:
     busy = http("503 Service Unavailable", b"", more="Retry-After: 1\r\n")
     async with serving(says(busy, times=1)) as url:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from datagen.capture.spool import read_spool, spool_path, write_spool
+from datagen.capture.writer import SpoolBusy
 from datagen.target import capture as capture_module
+from datagen.target.answers import capture_of
 from datagen.target.capture import rows_of, take_capture
 from datagen.target.client import Capture
-from datagen.target.failures import RowFailure
+from datagen.target.failures import CapacityFailure, RowFailure
 from datagen.target.profile import Profile, load_profile
 
 IDS = [5, 6, 7]
@@ -78,6 +83,28 @@ async def test_a_torn_file_and_a_failed_write_say_so(
     with pytest.raises(RowFailure, match="capture_torn"):
         await take_capture(answer(tmp_path, profile), IDS, RID, profile)
     assert not path.exists()
-    path.with_name(path.name + ".err").write_text("disk full")
-    with pytest.raises(RowFailure, match="disk full"):
+    path.with_name(path.name + ".err").write_text("of another shape")
+    with pytest.raises(RowFailure, match="of another shape"):
         await take_capture(answer(tmp_path, profile), IDS, RID, profile)
+
+
+@pytest.mark.parametrize("note", [repr(OSError(errno.ENOSPC, "No space left on device")), ""])
+async def test_a_spool_without_room_is_the_servers_and_charges_no_row(
+    tmp_path: Path, profile: Profile, readers: list[int], note: str
+) -> None:
+    path = spool_path(tmp_path, RID)
+    path.with_name(path.name + ".err").write_text(note)  # empty: not even the note had room
+    with pytest.raises(CapacityFailure, match="spool_full"):
+        await take_capture(answer(tmp_path, profile), IDS, RID, profile)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_capture_that_the_engine_had_no_room_for_charges_no_row() -> None:
+    def said(error: str) -> dict[str, Any]:
+        return {"meta_info": {"datagen": [{"error": error}]}, "output_ids": [1]}
+
+    busy = f"{SpoolBusy.__name__}: 12 bytes free in the spool /dev/shm/x, 99 to write"
+    with pytest.raises(CapacityFailure, match="12 bytes free"):
+        capture_of(said(busy))
+    with pytest.raises(RowFailure, match="capture_failed"):
+        capture_of(said("RowsMissing: 8 rows for 200 tokens"))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -250,6 +251,26 @@ def test_who_renders_is_part_of_what_a_run_is(
         asyncio.run(collected({**config, "rendering": "ours"}))
 
 
+def test_a_run_goes_on_only_where_the_server_renders_as_it_did(
+    checkpoint: Path, tmp_path: Path, typescript: str
+) -> None:
+    config = settings(
+        checkpoint, tmp_path, typescript, mix=str(write_mix(tmp_path)), limit=3, rendering="server"
+    )
+
+    async def opened(endpoint: str) -> None:
+        async with CollectJob.open(collect_config(**config, endpoints=endpoint), print):
+            pass
+
+    asyncio.run(opened(typescript))
+    with (
+        faulty(checkpoint, tmp_path, "") as url,  # as after a restart with another template
+        pytest.raises(FingerprintMismatch, match="renders conversations otherwise than when"),
+    ):
+        asyncio.run(opened(url))
+    asyncio.run(opened(typescript))
+
+
 def test_contexts_without_tools_are_the_same_rows_whoever_renders(
     checkpoint: Path, tmp_path: Path, typescript: str
 ) -> None:
@@ -313,6 +334,11 @@ def test_where_the_risk_is_accepted_a_server_renders_whose_ids_nobody_knows() ->
     assert rendering_of([unknown, place("http://b", "server", "x")]) == "server"
     with pytest.raises(PreflightRed, match="otherwise than http://b"):
         rendering_of([unknown, place("http://b", "server", "x"), place("http://c", "server", "y")])
+    seen = [replace(unknown, contexts_sha256=ids) for ids in ("x", "y")]
+    with pytest.raises(
+        PreflightRed, match="/v1/tokenize renders the probe conversations otherwise"
+    ):
+        rendering_of(seen)
 
 
 @pytest.mark.parametrize(

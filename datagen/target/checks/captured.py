@@ -9,6 +9,7 @@ import numpy as np
 
 from datagen.capture.spool import PROTOCOL
 from datagen.errors import CaptureUnproven
+from datagen.target.answers import SPOOL_FULL
 from datagen.target.capture import WRONG_WIDTH_FIX
 from datagen.target.checks.probes import Attempt, Evidence
 from datagen.target.checks.subject import Subject, chunk_of
@@ -18,7 +19,6 @@ from datagen.target.weights import Float
 
 LEAST_COSINE = 0.999
 MOST_SKEW_S = 60.0
-SPOOL_BUSY = "SpoolBusy"  # the error's type leads the text of a refused capture's note
 PLUGIN_FIX = (
     "install datagen into the server's environment (`pip install --no-deps datagen`) and start it with "
     "DATAGEN_CAPTURE_DIR and DATAGEN_CAPTURE_BOUNDARIES (`datagen launch --role capture`)"
@@ -48,9 +48,9 @@ def check_plugin(subject: Subject, found: Evidence) -> Finding:
             expected,
             "install this version of datagen into the server's environment, and restart the server",
         )
+    if isinstance(first.failure, RequestFailure) and _is_busy(first.failure):
+        return ok("it answers, and has no room", expected)
     if isinstance(first.failure, RequestFailure) and first.failure.reason == "capture_failed":
-        if _is_busy(first.failure):
-            return ok("it answers, and has no room", expected)
         return red(
             first.failure.detail, expected, "follow the plugin's message; see the server's log"
         )
@@ -213,4 +213,4 @@ def _first(subject: Subject, found: Evidence) -> Attempt:
 
 
 def _is_busy(failure: RequestFailure) -> bool:
-    return failure.detail.partition(":")[0] == SPOOL_BUSY
+    return failure.reason == SPOOL_FULL

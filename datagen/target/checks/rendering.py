@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
 from datagen.target.checks.probes import Evidence
+from datagen.target.checks.renderings import rendered_sha256
 from datagen.target.checks.subject import Subject
 from datagen.target.checks.verdict import Finding, Skipped, ok, red
 
@@ -32,7 +32,16 @@ def digest(found: Evidence) -> str | None:
     told = {name: rendered.told for name, rendered in sorted(found.rendered.items())}
     if None in told.values():
         return None
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    return rendered_sha256(told)
+
+
+def contexts_digest(found: Evidence) -> str:
+    """sha256 over what the server renders of all conversations for a run; a refusal is an outcome too."""
+    rendered = {
+        name: r.server if isinstance(r.server, list) else r.server.reason
+        for name, r in sorted(found.rendered.items())
+    }
+    return rendered_sha256(rendered)
 
 
 def check_rendering(subject: Subject, found: Evidence) -> Finding:

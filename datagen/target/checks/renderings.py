@@ -8,11 +8,14 @@ declares tools in code of its own.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from datagen.target.checks.subject import Subject
-from datagen.target.failures import RequestFailure
+from datagen.target.client import SGLangClient
+from datagen.target.failures import RequestFailure, RowFailure
 from datagen.target.refusals import REFUSALS
 from datagen.target.tokens import Conversation, Message, template_kwargs
 
@@ -101,6 +104,26 @@ def conversations(thinking_kwarg: str | None) -> dict[str, Conversation]:
         for suffix, thinking in modes.items()
         for name, (messages, tools) in TALKED.items()
     }
+
+
+def rendered_sha256(rendered: Mapping[str, list[int] | str | None]) -> str:
+    """Of the ids of the conversations, by name."""
+    return hashlib.sha256(repr(sorted(rendered.items())).encode()).hexdigest()
+
+
+async def contexts_sha256(client: SGLangClient, thinking_kwarg: str | None) -> str:
+    """What a server renders of all conversations for a run, now; see `rendering.contexts_digest`."""
+
+    async def one(conversation: Conversation) -> list[int] | str:
+        messages, tools, thinking = conversation
+        try:
+            return await client.render(messages, tools, template_kwargs(thinking_kwarg, thinking))
+        except RowFailure as e:
+            return e.reason
+
+    asked = conversations(thinking_kwarg)
+    done = await asyncio.gather(*(one(c) for c in asked.values()))
+    return rendered_sha256(dict(zip(asked, done, strict=True)))
 
 
 async def render_all(subject: Subject) -> dict[str, Rendered]:

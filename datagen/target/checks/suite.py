@@ -73,6 +73,7 @@ async def check_server(subject: Subject, effort: Effort | None = None) -> Server
         captured_tokens=len(plain.ids) if plain is not None and plain.bits is not None else 0,
         rendering=renders if subject.generates else None,
         rendered_sha256=rendering.digest(found) if subject.generates else None,
+        contexts_sha256=rendering.contexts_digest(found) if subject.generates else None,
     )
 
 

@@ -68,6 +68,8 @@ class ServerChecks:
     """Who renders the contexts of a run on this server; None: it has none to render."""
     rendered_sha256: str | None = None
     """Of the ids that the server's chat endpoint makes of the probe conversations."""
+    contexts_sha256: str | None = None
+    """Of the ids that the server makes of them for the run; None: it has none to render."""
 
     def reds(self, accepted: Collection[str] = ()) -> list[Result]:
         """What stops a run."""
