@@ -27,7 +27,7 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-CHUNK_VALUES = 1 << 17  # values split or joined at a time: the temporaries stay in the L2 cache
+CHUNK_VALUES = 1 << 16  # values split or joined at a time: the temporaries stay in the L2 cache
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -41,17 +41,17 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.deflate, self.inflate = zstd.Deflater(), zstd.Inflater()
         self._wide = np.empty(0, dtype=np.uint16)
-        self._flags = np.empty(0, dtype=np.bool_)
+        self._narrow = np.empty(0, dtype=np.uint8)
         self._exponents = np.empty(0, dtype=np.uint8)
 
-    def scratch(self, rows: int, width: int) -> tuple[Bits, NDArray[np.bool_]]:
-        """Arrays uint16 and bool [rows, width], valid until the next call."""
+    def scratch(self, rows: int, width: int) -> tuple[Bits, Bytes]:
+        """Arrays uint16 and uint8 [rows, width], valid until the next call."""
         size = rows * width
         if len(self._wide) < size:
             self._wide = np.empty(size, dtype=np.uint16)
-            self._flags = np.empty(size, dtype=np.bool_)
+            self._narrow = np.empty(size, dtype=np.uint8)
         shape = (rows, width)
-        return self._wide[:size].reshape(shape), self._flags[:size].reshape(shape)
+        return self._wide[:size].reshape(shape), self._narrow[:size].reshape(shape)
 
     def exponents(self, rows: int, width: int) -> Bytes:
         """An array uint8 [rows, width], valid until the next call."""
@@ -82,33 +82,47 @@ def median_exponents(rows_TW: Bits) -> Bytes:
 
 
 def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
-    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign)."""
-    step = max(1, CHUNK_VALUES // rows_TW.shape[1])
-    _, flags = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
-    for at in range(0, len(rows_TW), step):
-        chunk = rows_TW[at : at + step]
-        exponents, sm = exponents_TW[at : at + step], sm_TW[at : at + step]
-        negative = flags[: len(chunk)]
-        np.right_shift(chunk, 7, out=exponents, casting="unsafe")  # the sign falls off
+    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign).
+
+    Widths change by copies of their own: a ufunc that must also cast works through a small buffer.
+    """
+    for at, wide, narrow in _chunks(rows_TW):
+        chunk = rows_TW[at : at + len(wide)]
+        exponents, sm = exponents_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
+        np.right_shift(chunk, 7, out=wide)
+        np.copyto(exponents, wide, casting="unsafe")  # the sign falls off
         np.subtract(exponents, bias_W, out=exponents)
-        np.add(chunk, chunk, out=sm, casting="unsafe")
+        np.add(chunk, chunk, out=wide)
+        np.copyto(sm, wide, casting="unsafe")
+        negative = narrow.view(np.bool_)
         np.less(chunk.view(np.int16), 0, out=negative)
-        np.bitwise_or(sm, negative.view(np.uint8), out=sm)
+        np.bitwise_or(sm, narrow, out=sm)
 
 
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
-    """Fill `out_TW` with bit patterns: the inverse of `split`."""
-    step = max(1, CHUNK_VALUES // out_TW.shape[1])
-    wide, flags = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
-    for at in range(0, len(out_TW), step):
-        out, sm = out_TW[at : at + step], sm_TW[at : at + step]
-        signs, narrow = wide[: len(out)], flags.view(np.uint8)[: len(out)]
-        np.add(exponents_TW[at : at + step], bias_W, out=narrow)
-        np.left_shift(narrow, 7, out=out, dtype=np.uint16)
-        np.left_shift(sm, 15, out=signs, dtype=np.uint16)
-        np.bitwise_or(out, signs, out=out)
-        np.right_shift(sm, 1, out=narrow)
-        np.bitwise_or(out, narrow, out=out)
+    """Fill `out_TW` with bit patterns: the inverse of `split`.
+
+    With the exponent in its high byte and `sm` in its low one, a pattern is a bf16 turned by one bit.
+    """
+    for at, wide, narrow in _chunks(out_TW):
+        out, sm = out_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
+        np.add(exponents_TW[at : at + len(wide)], bias_W, out=narrow)
+        np.copyto(out, narrow)
+        np.multiply(out, 1 << 8, out=out)  # quicker than a shift, which asks how far
+        np.copyto(wide, sm)
+        np.bitwise_or(out, wide, out=out)
+        np.multiply(out, 1 << 15, out=wide)
+        np.right_shift(out, 1, out=out)
+        np.bitwise_or(out, wide, out=out)
+
+
+def _chunks(values_TW: Bits) -> Iterator[tuple[int, Bits, Bytes]]:
+    """First tokens of chunks, with scratch uint16 and uint8 [chunk, W] for each."""
+    n, width = values_TW.shape
+    step = max(1, CHUNK_VALUES // width)
+    wide, narrow = _of_thread.scratch(min(step, n), width)
+    for at in range(0, n, step):
+        yield at, wide[: n - at], narrow[: n - at]
 
 
 # -- frames -------------------------------------------------------------------------------------
