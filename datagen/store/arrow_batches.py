@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Protocol
@@ -11,10 +11,11 @@ from typing import Protocol
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_message import blocks_of, require_sizes, row_buffers
+from datagen.store.arrow_message import RowMessages, blocks_of, require_sizes
 from datagen.store.files import Location, open_file
 
 MAGIC_BYTES = 8
+READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 PREFIX_BYTES = 8  # of a message: 0xFFFFFFFF, then the length of its metadata
 
 
@@ -33,8 +34,8 @@ class Batches(Protocol):
         """The same with some columns alone; the others are not read, nor decompressed."""
         ...
 
-    def buffers(self, index: int) -> list[memoryview] | None:
-        """All buffers of a batch of one row, as in `row_buffers`. Raises CorruptFile."""
+    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
+        """Buffers of a batch of one row, as in `RowMessages`. Raises CorruptFile."""
         ...
 
     def table(self, names: list[str]) -> pa.Table:
@@ -101,6 +102,7 @@ class _Sealed:
         if len(self._blocks) != self._reader.num_record_batches:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
+        self._messages = RowMessages()
         self._mapped = memoryview(_whole(file)) if isinstance(file, pa.MemoryMappedFile) else None
 
     def _open(self, names: tuple[str, ...] = ()) -> pa.RecordBatchFileReader:
@@ -117,11 +119,13 @@ class _Sealed:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self._batch(self._narrowed(names), index)
 
-    def buffers(self, index: int) -> list[memoryview] | None:
+    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
         offset, metadata, body = self._blocks[index].tolist()
-        with _damage_is_corruption(self._where, f"row {index}: "):
+        try:
             message = self._bytes(offset + PREFIX_BYTES, metadata - PREFIX_BYTES)
-            return row_buffers(message, self._bytes(offset + metadata, body))
+            return self._messages.buffers(message, self._bytes(offset + metadata, body), places)
+        except READ_ERRORS as e:
+            raise _corrupt(self._where, f"row {index}: ", e) from e
 
     def _bytes(self, at: int, size: int) -> memoryview:
         if self._mapped is not None:
@@ -202,10 +206,10 @@ class _Growing:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self[index].select(names)
 
-    def buffers(self, index: int) -> list[memoryview] | None:
+    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
         message = self._messages[index]
         with _damage_is_corruption(self._where, f"row {index}: "):
-            return row_buffers(message.metadata, memoryview(message.body))
+            return RowMessages().buffers(message.metadata, memoryview(message.body), places)
 
     def table(self, names: list[str]) -> pa.Table:
         batches = [self.columns(index, names) for index in range(len(self))]
@@ -234,5 +238,9 @@ def _damage_is_corruption(where: Location, context: str) -> Iterator[None]:
     """Whatever Arrow makes of damaged bytes is one error of ours."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise CorruptFile(f"{context}{e}", where=str(where), fix="run `datagen verify`") from e
+    except READ_ERRORS as e:
+        raise _corrupt(where, context, e) from e
+
+
+def _corrupt(where: Location, context: str, e: Exception) -> CorruptFile:
+    return CorruptFile(f"{context}{e}", where=str(where), fix="run `datagen verify`")

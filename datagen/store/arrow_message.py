@@ -11,8 +11,9 @@ See https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format and its .
 
 from __future__ import annotations
 
+import operator
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,24 +134,90 @@ def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int)
         raise Damaged(f"buffers of {body_size} bytes state {stated}")
 
 
-def row_buffers(metadata: memoryview | bytes, body: memoryview) -> list[memoryview] | None:
-    """The buffers of a batch of one row without a null, in the schema's order, not copied.
+class RowMessages:
+    """The messages of a file whose batches hold one row without a null each.
 
-    A tenth of what Arrow needs to make a batch of them. None where Arrow compressed them. Raises Damaged.
+    They are the same bytes but for a few numbers. Where those lie is found in the first; each of the
+    others takes one unpacking and one comparison, where following the tables took a tenth of a read.
     """
-    data = bytes(metadata)
-    header, compressed, buffers = _batch(data, len(body))
-    if compressed:
-        return None
-    try:
-        at = _field(data, header, 0)
-        rows = _I64(data, at)[0] if at is not None else 0
-        missing = any(nulls for _, nulls in _pairs(data, header, 1))
-    except struct.error as e:
-        raise Damaged(f"no message: {e}") from e
-    if rows != 1 or missing:
-        raise Damaged(f"a batch of {rows} rows" if rows != 1 else "a cell is missing")
-    return [body[offset : offset + length] for offset, length in buffers]
+
+    def __init__(self) -> None:
+        self._pattern: _Pattern | None = None
+
+    def buffers(
+        self, metadata: memoryview | bytes, body: memoryview, places: Sequence[int]
+    ) -> list[memoryview] | None:
+        """The buffers at `places` in the schema's order, not copied. None where Arrow compressed them.
+
+        `metadata`: the message's flatbuffer. Raises Damaged, whichever of its buffers is not in the body.
+        """
+        data, pattern = bytes(metadata), self._pattern
+        numbers = None if pattern is None else pattern.numbers(data)
+        if numbers is None:
+            header, compressed, _ = _batch(data, len(body))
+            if compressed:
+                return None
+            pattern = self._pattern = _Pattern(data, header)
+            numbers = pattern.numbers(data)
+        assert numbers is not None
+        offsets, lengths, nulls = numbers
+        if any(nulls):
+            raise Damaged("a cell is missing")
+        if (
+            min(offsets) < 0
+            or min(lengths) < 0
+            or max(map(operator.add, offsets, lengths)) > len(body)
+        ):
+            raise Damaged("a buffer lies outside of its batch")
+        try:
+            return [body[offsets[at] : offsets[at] + lengths[at]] for at in places]
+        except IndexError:
+            raise Damaged(f"a batch of {len(offsets)} buffers") from None
+
+
+class _Pattern:
+    """Where the numbers of a message lie, and the bytes between them. Raises Damaged."""
+
+    def __init__(self, data: bytes, header: int) -> None:
+        try:
+            at = _field(data, header, 0)
+            rows = _I64(data, at)[0] if at is not None else 0
+            size = _field(data, _root(data), 3)
+            nodes, buffers = (_vector(data, header, number, _PAIR.size) for number in (1, 2))
+        except struct.error as e:
+            raise Damaged(f"no message: {e}") from e
+        if rows != 1:
+            raise Damaged(f"a batch of {rows} rows")
+        spans = {"nodes": (nodes[0], 2 * nodes[1]), "buffers": (buffers[0], 2 * buffers[1])}
+        if size is not None:
+            spans["size"] = (size, 1)
+        kinds, places, taken, end = "<", dict[str, slice](), 0, 0
+        gaps = []
+        for name, (start, count) in sorted(spans.items(), key=lambda span: span[1]):
+            if start < end or not count:
+                raise Damaged("the tables of a message lie in each other")
+            kinds += f"{start - end}s{count}q"
+            gaps.append(taken)
+            places[name] = slice(taken + 1, taken + 1 + count)
+            taken, end = taken + 1 + count, start + 8 * count
+        if end > len(data):
+            raise Damaged("a message ends before its tables")
+        self._unpack = struct.Struct(f"{kinds}{len(data) - end}s")
+        self._between = operator.itemgetter(*gaps, taken)
+        self._nodes, self._buffers = places["nodes"], places["buffers"]
+        self._same = self._between(self._unpack.unpack(data))
+
+    def numbers(
+        self, data: bytes
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+        """Offsets and lengths of the buffers, and null counts; None when it is another pattern."""
+        if len(data) != self._unpack.size:
+            return None
+        values = self._unpack.unpack(data)
+        if self._between(values) != self._same:
+            return None
+        buffers = values[self._buffers]
+        return buffers[::2], buffers[1::2], values[self._nodes][1::2]
 
 
 def _batch(data: bytes, body_size: int) -> tuple[int, bool, list[tuple[int, int]]]:

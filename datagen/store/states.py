@@ -45,6 +45,7 @@ SAMPLE_FIELDS = [
     pa.field("loss_mask", MASK, nullable=False),
 ]
 SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
+STATES_COLUMNS = ["sample_id", "n_tokens", "exp", "sm"]
 MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
 MAX_HIDDEN, MAX_BOUNDARIES = 1 << 20, 1024  # beyond any model: a larger number is damage
 
@@ -167,8 +168,7 @@ class ShardReader:
         self._batches = open_batches(path, end=end)
         self.spec, self._params = self._parse(self._batches.schema)
         self._codec = codec_named(self.spec.codec)
-        counts = (arrow_row.n_buffers(field.type) for field in self._batches.schema)
-        self._places = [*itertools.accumulate(counts, initial=0)]
+        self._places, self._ends = _places_of(self._batches.schema)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -258,18 +258,19 @@ class ShardReader:
 
     def _row(self, index: int, of: tuple[str, int] | None = None) -> _Row:
         """What is stored of a sample's states. Arrow makes a batch of it only where it must inflate."""
-        buffers: list[Buffers] | None = None
+        flat: Buffers | None = None
         if not self._codec.ipc_compression:
-            flat = self._batches.buffers(self._within(index))
-            if flat is not None and len(flat) == self._places[-1]:
-                buffers = [flat[a:b] for a, b in itertools.pairwise(self._places)]
+            flat = self._batches.buffers(self._within(index), self._places)
         try:
-            if buffers is None:
-                batch = self._batches.columns(self._within(index), self._batches.schema.names)
-                buffers = [arrow_row.buffers_of(c) for c in self._complete(index, batch).columns]
-            sample_id, _, n_tokens, _, _, exp, sm = buffers
+            if flat is None:
+                batch = self._batches.columns(self._within(index), STATES_COLUMNS)
+                columns = self._complete(index, batch).columns
+                flat = [buffer for column in columns for buffer in arrow_row.buffers_of(column)]
+            a, b, c = self._ends
             row = _Row(
-                arrow_row.text(sample_id), arrow_row.number(n_tokens), *self._codec.stored(exp, sm)
+                arrow_row.text(flat[:a]),
+                arrow_row.number(flat[a:b]),
+                *self._codec.stored(flat[b:c], flat[c:]),
             )
         except (pa.ArrowException, ValueError, struct.error) as e:
             raise self._corrupt(index, str(e)) from e
@@ -334,6 +335,18 @@ class ShardReader:
                 f"no shard this can read: {e}", where=self.where, fix="run `datagen verify`"
             ) from e
         return spec, params
+
+
+def _places_of(schema: pa.Schema) -> tuple[list[int], list[int]]:
+    """Where the buffers of STATES_COLUMNS lie among a batch's, and where each column's end in that list."""
+    counts = [arrow_row.n_buffers(field.type) for field in schema]
+    begins = [*itertools.accumulate(counts, initial=0)]
+    of_columns = [
+        range(begins[at], begins[at] + counts[at])
+        for at in map(schema.get_field_index, STATES_COLUMNS)
+    ]
+    ends = [*itertools.accumulate(map(len, of_columns))]
+    return [place for places in of_columns for place in places], ends[:-1]
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
