@@ -5,6 +5,7 @@ A training epoch passes here once a sample: of a sample of 200 KB these objects 
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -19,6 +20,17 @@ def n_buffers(kind: pa.DataType) -> int:
     if pa.types.is_large_list(kind):
         return 2 + n_buffers(kind.value_type)
     return 2 if pa.types.is_primitive(kind) else 3
+
+
+def places_of(schema: pa.Schema, names: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Where the buffers of some columns lie among a batch's; where each but the last ends in that list."""
+    counts = [n_buffers(field.type) for field in schema]
+    begins = [*itertools.accumulate(counts, initial=0)]
+    of_columns = [
+        range(begins[at], begins[at] + counts[at]) for at in map(schema.get_field_index, names)
+    ]
+    ends = [*itertools.accumulate(map(len, of_columns))]
+    return [place for places in of_columns for place in places], ends[:-1]
 
 
 def buffers_of(column: pa.Array) -> Buffers:

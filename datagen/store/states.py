@@ -16,7 +16,6 @@ layers are the boundaries in order, then the final state.
 from __future__ import annotations
 
 import base64
-import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ class ShardReader:
         self._batches = open_batches(path, end=end)
         self.spec, self._params = self._parse(self._batches.schema)
         self._codec = codec_named(self.spec.codec)
-        self._places, self._ends = _places_of(self._batches.schema)
+        self._places, self._ends = arrow_row.places_of(self._batches.schema, STATES_COLUMNS)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -335,18 +334,6 @@ class ShardReader:
                 f"no shard this can read: {e}", where=self.where, fix="run `datagen verify`"
             ) from e
         return spec, params
-
-
-def _places_of(schema: pa.Schema) -> tuple[list[int], list[int]]:
-    """Where the buffers of STATES_COLUMNS lie among a batch's, and where each column's end in that list."""
-    counts = [arrow_row.n_buffers(field.type) for field in schema]
-    begins = [*itertools.accumulate(counts, initial=0)]
-    of_columns = [
-        range(begins[at], begins[at] + counts[at])
-        for at in map(schema.get_field_index, STATES_COLUMNS)
-    ]
-    ends = [*itertools.accumulate(map(len, of_columns))]
-    return [place for places in of_columns for place in places], ends[:-1]
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
