@@ -242,95 +242,9 @@ def threads(_: Path) -> Result:
 
 def read(folder: Path) -> Result:
     """Random reads of 2,000 samples of 48 tokens, each summed, through four layouts."""
-    import pyarrow as pa
-    import torch
-    from store_codecs import arrow, pt_bytes
-    from store_run import write_run
-    from store_states import real_samples
+    from store_reads import measure
 
-    from datagen.store.run_reader import RunReader
-    from datagen.store.states import StatesSpec
-
-    n, tokens = 2000, 48
-    real = np.concatenate(real_samples().rows)
-    parts = [real[(i * 11) % (len(real) - tokens) :][:tokens] for i in range(n)]
-    ids = np.arange(tokens, dtype=np.int32)
-    spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "plane")
-    manifest = write_run(folder / "run", spec, ((ids, 8, p) for p in parts), n)
-    (folder / "pt").mkdir()
-    for i, p in enumerate(parts):
-        (folder / "pt" / f"{i}.pt").write_bytes(pt_bytes(p))
-    for name, level in (("raw", None), ("zstd", 1)):
-        (folder / f"{name}.arrow").write_bytes(arrow(level).encode(parts))
-    run = RunReader.open(manifest)
-    files = {
-        name: pa.ipc.open_file(
-            pa.memory_map(str(folder / f"{name}.arrow")),
-            options=pa.ipc.IpcReadOptions(use_threads=False),
-        )
-        for name in ("raw", "zstd")
-    }
-    layouts: dict[str, Callable[[int], NDArray[np.uint16]]] = {
-        "store": run.states,
-        "pt a sample": lambda i: (
-            torch.load(folder / "pt" / f"{i}.pt").view(torch.int16).numpy().view(np.uint16)
-        ),
-        "arrow zstd 1": lambda i: files["zstd"].get_batch(i).column(0).values.to_numpy(),
-        "arrow": lambda i: files["raw"].get_batch(i).column(0).values.to_numpy(),
-    }
-    on_disk = {
-        "store": [*(folder / "run").rglob("states-*.arrow")],
-        "pt a sample": [*(folder / "pt").iterdir()],
-        "arrow zstd 1": [folder / "zstd.arrow"],
-        "arrow": [folder / "raw.arrow"],
-    }
-    for name, layout in layouts.items():
-        assert np.array_equal(layout(7).reshape(-1), parts[7].reshape(-1)), name
-    warm: dict[str, list[float]] = {name: [] for name in layouts}
-    cold: dict[str, list[float]] = {name: [] for name in layouts}
-    rng = np.random.default_rng(0)
-    for _ in range(ROUNDS):
-        for name, layout in layouts.items():
-            order = rng.integers(0, n, 400).tolist()
-            started = time.process_time()
-            for i in order:
-                layout(i).sum()
-            warm[name].append((time.process_time() - started) / len(order) * 1e3)
-        for name, layout in layouts.items():
-            for path in on_disk[name]:
-                _forget(path)
-            for i in rng.permutation(n)[:150].tolist():
-                started = time.perf_counter()
-                layout(i).sum()
-                cold[name].append((time.perf_counter() - started) * 1e3)
-    raw = sum(p.nbytes for p in parts)
-    table = {
-        name: {
-            "ratio": round(raw / sum(p.stat().st_size for p in on_disk[name]), 3),
-            "warm_cpu_ms": round(median(warm[name]), 3),
-            "cold_p50_ms": round(median(cold[name]), 3),
-        }
-        for name in layouts
-    }
-    ours, pt, zstd = table["store"], table["pt a sample"], table["arrow zstd 1"]
-    return judged(
-        {"samples": n, "bytes_a_sample": parts[0].nbytes, "layouts": table},
-        {
-            "warm no slower than pt": ours["warm_cpu_ms"] <= pt["warm_cpu_ms"],
-            "warm no slower than arrow zstd": ours["warm_cpu_ms"] <= zstd["warm_cpu_ms"],
-            "cold no slower than pt": ours["cold_p50_ms"] <= pt["cold_p50_ms"],
-            "cold no slower than arrow zstd": ours["cold_p50_ms"] <= zstd["cold_p50_ms"],
-            "a third less disk than raw": ours["ratio"] >= 1.47,
-        },
-    )
-
-
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    return judged(*measure(folder))
 
 
 # -- 83,000 samples -----------------------------------------------------------------------------
