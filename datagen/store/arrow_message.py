@@ -163,14 +163,11 @@ class RowMessages:
         offsets, lengths, nulls = numbers
         if any(nulls):
             raise Damaged("a cell is missing")
-        if (
-            min(offsets) < 0
-            or min(lengths) < 0
-            or max(map(operator.add, offsets, lengths)) > len(body)
-        ):
+        ends = [*map(operator.add, offsets, lengths)]
+        if min(offsets) < 0 or min(lengths) < 0 or max(ends) > len(body):
             raise Damaged("a buffer lies outside of its batch")
         try:
-            return [body[offsets[at] : offsets[at] + lengths[at]] for at in places]
+            return [body[offsets[at] : ends[at]] for at in places]
         except IndexError:
             raise Damaged(f"a batch of {len(offsets)} buffers") from None
 

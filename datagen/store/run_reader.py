@@ -95,7 +95,8 @@ class RunReader:
         `final` is set. Frames that hold nothing asked for are not decompressed. KeyError for a
         sample, ValueError for a boundary that is not there; CorruptFile.
         """
-        layers = self._layers(boundaries, final)
+        whole = boundaries is None and final is not False
+        layers = None if whole else self._layers(boundaries, final)
         shard, row, of = self._locate(sample)
         return shard.states(row, tokens=tokens, layers=layers, of=of)
 

@@ -220,7 +220,7 @@ class ShardReader:
         """
         spec = self.spec
         wanted = range(spec.n_layers) if layers is None else layers
-        if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
+        if not all(map(range(spec.n_layers).__contains__, wanted)) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
         row = self._row(index, of)
         try:

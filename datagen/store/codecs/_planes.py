@@ -6,6 +6,7 @@ off, sits at the entropy of a Gaussian (about 2.6 bits), and Huffman coding brin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -147,10 +148,11 @@ class Piece(NamedTuple):
     length: int
 
 
-def layer_groups(hidden: int, n_layers: int) -> list[tuple[int, int]]:
+@functools.cache
+def layer_groups(hidden: int, n_layers: int) -> tuple[tuple[int, int], ...]:
     """Layers whose exponents share a frame: all of a small model, one of a large one."""
     per_frame = max(1, min(n_layers, FRAME_BYTES // (BLOCK_TOKENS * hidden)))
-    return [(a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame)]
+    return tuple((a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame))
 
 
 def blocks(n_tokens: int) -> range:
@@ -180,31 +182,34 @@ def pieces(
     n_tokens: int, hidden: int, n_layers: int, tokens: range, layers: Sequence[int]
 ) -> Iterator[Piece]:
     """The parts of frames that hold `tokens` of `layers`, frame by frame."""
-    groups = layer_groups(hidden, n_layers)
-    for block, first in enumerate(blocks(n_tokens)):
-        size = min(BLOCK_TOKENS, n_tokens - first)
+    runs, per_block = _runs(hidden, n_layers, tuple(layers)), len(layer_groups(hidden, n_layers))
+    for first in range(tokens.start // BLOCK_TOKENS * BLOCK_TOKENS, tokens.stop, BLOCK_TOKENS):
+        frame, size = first // BLOCK_TOKENS * per_block, min(BLOCK_TOKENS, n_tokens - first)
         low, high = max(tokens.start, first), min(tokens.stop, first + size)
-        if low >= high:
-            continue
-        for number, (a, b) in enumerate(groups):
-            for place, layer, length in _runs(layers, a, b):
-                yield Piece(
-                    block * len(groups) + number, first, size, low, high, b - a, layer - a,
-                    layer, place, length,
-                )  # fmt: skip
+        for number, in_frame, inner, layer, place, length in runs:
+            yield Piece(
+                frame + number, first, size, low, high, in_frame, inner, layer, place, length
+            )
 
 
-def _runs(layers: Sequence[int], a: int, b: int) -> list[tuple[int, int, int]]:
-    """Neighbours among `layers` that are neighbours in the frame of [a, b): (place, layer, length)."""
-    runs: list[tuple[int, int, int]] = []
-    for place, layer in enumerate(layers):
-        if not a <= layer < b:
-            continue
-        if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((place, layer, 1))
-    return runs
+@functools.lru_cache(maxsize=256)
+def _runs(hidden: int, n_layers: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Neighbours among `layers` that are neighbours in a frame, frame by frame.
+
+    (frame in its block, layers in the frame, first of them there, first of all, place in `layers`, length)
+    """
+    found: list[tuple[int, ...]] = []
+    for number, (a, b) in enumerate(layer_groups(hidden, n_layers)):
+        runs: list[tuple[int, int, int]] = []  # place, layer, length
+        for place, layer in enumerate(layers):
+            if not a <= layer < b:
+                continue
+            if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+            else:
+                runs.append((place, layer, 1))
+        found += [(number, b - a, layer - a, layer, place, length) for place, layer, length in runs]
+    return found
 
 
 class Inflater:
