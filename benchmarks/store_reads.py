@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,18 +28,22 @@ Read = Callable[[int], NDArray[np.uint16]]
 
 
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Warm: CPU ms a read, a few dozen reads of each layout in turn. Cold: wall ms a read, nothing of the
-    files in the page cache, the layouts' reads one after the other.
+    """Warm: CPU ms a read, a few dozen reads of each layout in turn. Cold: wall ms a read, the layouts' reads
+    one after the other, nothing of the files in the page cache: they are closed, forgotten and opened again
+    (what is mapped cannot be forgotten), and the major faults say that the reads went to the disk.
 
     Each read delivers the sample's values, uint16, and sums them. The store also holds the row against
     the journal (its id, its tokens) and every size against the file; Arrow is given the row unvalidated.
     """
     real = np.concatenate(real_samples().rows)
     parts = [real[(i * 11) % (len(real) - TOKENS) :][:TOKENS] for i in range(N)]
-    layouts, on_disk = _written(folder, parts)
+    on_disk = _written(folder, parts)
+    layouts = _opened(folder)
     for name, read in layouts.items():
         assert np.array_equal(read(7).reshape(-1), parts[7].reshape(-1)), name
-    warm, cold = _warm(layouts), _cold(layouts, on_disk)
+    warm = _warm(layouts)
+    del layouts, read
+    cold, faults = _cold(folder, on_disk)
     raw = sum(p.nbytes for p in parts)
     table = {
         name: {
@@ -46,8 +52,9 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
             "warm_to_store": _ratio(warm[name], warm["store"]),
             "cold_p50_ms": round(median(map(median, cold[name])), 4),
             "cold_to_store": _ratio([*map(median, cold[name])], [*map(median, cold["store"])]),
+            "cold_major_faults": faults[name],
         }
-        for name in layouts
+        for name in on_disk
     }
     bars = {
         f"{state} no slower than {short}": table[name][f"{state}_to_store"] >= 1
@@ -63,37 +70,41 @@ def _ratio(others: list[float], ours: list[float]) -> float:
     return round(median(a / b for a, b in zip(others, ours, strict=True)), 3)
 
 
-def _written(
-    folder: Path, parts: list[NDArray[np.uint16]]
-) -> tuple[dict[str, Read], dict[str, list[Path]]]:
-    """The samples in every layout: how one is read, and the files."""
-    import torch
-
+def _written(folder: Path, parts: list[NDArray[np.uint16]]) -> dict[str, list[Path]]:
+    """The samples in every layout; returns the files."""
     ids = np.arange(TOKENS, dtype=np.int32)
     spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "plane")
-    run = RunReader.open(write_run(folder / "run", spec, ((ids, 8, p) for p in parts), len(parts)))
+    write_run(folder / "run", spec, ((ids, 8, p) for p in parts), len(parts))
     (folder / "pt").mkdir()
     for i, part in enumerate(parts):
         (folder / "pt" / f"{i}.pt").write_bytes(pt_bytes(part))
-    files = {}
     for name, level in (("raw", None), ("zstd", 1)):
-        path = folder / f"{name}.arrow"
-        path.write_bytes(arrow(level).encode(parts))
-        options = pa.ipc.IpcReadOptions(use_threads=False)
-        files[name] = pa.ipc.open_file(pa.memory_map(str(path)), options=options)
-    layouts: dict[str, Read] = {
-        "store": run.states,
-        "pt a sample": lambda i: (
-            torch.load(folder / "pt" / f"{i}.pt").view(torch.int16).numpy().view(np.uint16)
-        ),
-        "arrow zstd 1": lambda i: files["zstd"].get_batch(i).column(0).values.to_numpy(),
-        "arrow": lambda i: files["raw"].get_batch(i).column(0).values.to_numpy(),
-    }
-    return layouts, {
+        (folder / f"{name}.arrow").write_bytes(arrow(level).encode(parts))
+    return {
         "store": [*(folder / "run").rglob("states-*.arrow")],
         "pt a sample": [*(folder / "pt").iterdir()],
         "arrow zstd 1": [folder / "zstd.arrow"],
         "arrow": [folder / "raw.arrow"],
+    }
+
+
+def _opened(folder: Path) -> dict[str, Read]:
+    """How a sample of each layout is read, its files opened anew."""
+    import torch
+
+    run = RunReader.open(folder / "run" / "manifest.json")
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    zstd, raw = (
+        pa.ipc.open_file(pa.memory_map(str(folder / f"{name}.arrow")), options=options)
+        for name in ("zstd", "raw")
+    )
+    return {
+        "store": run.states,
+        "pt a sample": lambda i: (
+            torch.load(folder / "pt" / f"{i}.pt").view(torch.int16).numpy().view(np.uint16)
+        ),
+        "arrow zstd 1": lambda i: zstd.get_batch(i).column(0).values.to_numpy(),
+        "arrow": lambda i: raw.get_batch(i).column(0).values.to_numpy(),
     }
 
 
@@ -114,24 +125,32 @@ def _warm(layouts: dict[str, Read]) -> dict[str, list[float]]:
     return spent
 
 
-def _cold(layouts: dict[str, Read], on_disk: dict[str, list[Path]]) -> dict[str, list[list[float]]]:
-    """Layout -> wall ms of each read, by round; no sample is read twice in a round."""
+def _cold(
+    folder: Path, on_disk: dict[str, list[Path]]
+) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
+    """Layout -> wall ms of each read, by round; and major faults a read. No sample twice in a round."""
     rng = np.random.default_rng(1)
-    spent: dict[str, list[list[float]]] = {name: [] for name in layouts}
+    spent: dict[str, list[list[float]]] = {name: [] for name in on_disk}
+    faults = dict.fromkeys(on_disk, 0)
     for number in range(COLD_ROUNDS):
-        for paths in on_disk.values():
-            for path in paths:
-                forget(path)
-        order = rng.permutation(N)[:COLD_READS].tolist()
+        for path in itertools.chain(*on_disk.values()):
+            forget(path)
+        layouts = _opened(folder)
+        first, *order = rng.permutation(N)[: COLD_READS + 1].tolist()
+        for read in layouts.values():  # what a file needs once
+            read(first)
         times: dict[str, list[float]] = {name: [] for name in layouts}
         for turn, i in enumerate(order):
             for name in list(layouts)[:: 1 if (number + turn) % 2 else -1]:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
                 started = time.perf_counter()
                 layouts[name](i).sum()
                 times[name].append((time.perf_counter() - started) * 1e3)
+                faults[name] += resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
         for name, each in times.items():
             spent[name].append(each)
-    return spent
+        del layouts, read  # nothing stays mapped
+    return spent, {name: round(n / COLD_ROUNDS / COLD_READS, 2) for name, n in faults.items()}
 
 
 def forget(path: Path) -> None:
