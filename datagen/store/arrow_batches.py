@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from datagen.errors import CorruptFile
 from datagen.store.arrow_message import RowMessages, blocks_of, require_sizes
-from datagen.store.files import Location, open_file
+from datagen.store.files import Location, map_file, open_file
 
 MAGIC_BYTES = 8
 READ_ERRORS = (pa.ArrowException, OSError, ValueError)
@@ -34,8 +35,11 @@ class Batches(Protocol):
         """The same with some columns alone; the others are not read, nor decompressed."""
         ...
 
-    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
-        """Buffers of a batch of one row, as in `RowMessages`. Raises CorruptFile."""
+    def buffers(self, index: int, places: Sequence[int], *, whole: bool) -> list[memoryview] | None:
+        """Buffers of a batch of one row, as in `RowMessages`. `whole`: all of them will be read.
+
+        Raises CorruptFile.
+        """
         ...
 
     def table(self, names: list[str]) -> pa.Table:
@@ -103,7 +107,9 @@ class _Sealed:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
         self._messages = RowMessages()
-        self._mapped = memoryview(_whole(file)) if isinstance(file, pa.MemoryMappedFile) else None
+        self._mapping = map_file(where)
+        self._mapped = None if self._mapping is None else memoryview(self._mapping)
+        self._next = 0
 
     def _open(self, names: tuple[str, ...] = ()) -> pa.RecordBatchFileReader:
         fields = [self.schema.get_field_index(name) for name in names]
@@ -119,13 +125,23 @@ class _Sealed:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self._batch(self._narrowed(names), index)
 
-    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
+    def buffers(self, index: int, places: Sequence[int], *, whole: bool) -> list[memoryview] | None:
         offset, metadata, body = self._blocks[index].tolist()
         try:
+            if whole:
+                self._ask_for(index, offset, offset + metadata + body)
             message = self._bytes(offset + PREFIX_BYTES, metadata - PREFIX_BYTES)
             return self._messages.buffers(message, self._bytes(offset + metadata, body), places)
         except READ_ERRORS as e:
             raise _corrupt(self._where, f"row {index}: ", e) from e
+
+    def _ask_for(self, index: int, begin: int, end: int) -> None:
+        """Have a row read from disk at once and no more than it, unless rows are read in order: faults
+        would bring it piece by piece, each with as much again as the disk reads ahead."""
+        in_order, self._next = index == self._next, index + 1
+        if self._mapping is not None and not in_order:
+            begin -= begin % mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def _bytes(self, at: int, size: int) -> memoryview:
         if self._mapped is not None:
@@ -206,7 +222,9 @@ class _Growing:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self[index].select(names)
 
-    def buffers(self, index: int, places: Sequence[int]) -> list[memoryview] | None:
+    def buffers(
+        self, index: int, places: Sequence[int], *, whole: bool  # noqa: ARG002
+    ) -> list[memoryview] | None:  # fmt: skip
         message = self._messages[index]
         with _damage_is_corruption(self._where, f"row {index}: "):
             return RowMessages().buffers(message.metadata, memoryview(message.body), places)
@@ -221,11 +239,6 @@ class _Growing:
 
     def end(self, index: int) -> int:
         return int(self._ends[index])
-
-
-def _whole(file: pa.MemoryMappedFile) -> pa.Buffer:
-    file.seek(0)
-    return file.read_buffer()
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:

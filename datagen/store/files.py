@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def open_file(where: Location) -> pa.NativeFile:
         return pa.memory_map(str(path))
     fs, name = _remote(where)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
+
+
+def map_file(where: Location) -> mmap.mmap | None:
+    """All of a local file, mapped; None where it is elsewhere. Raises OSError, ValueError when empty.
+
+    Arrow's own mapping asks the system for whatever is taken out of it, which for a view of the whole
+    is the whole file.
+    """
+    path = local_path(where)
+    if path is None:
+        return None
+    with open(path, "rb") as f:
+        return mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _remote(where: Location) -> tuple[Any, str]:

@@ -222,7 +222,7 @@ class ShardReader:
         wanted = range(spec.n_layers) if layers is None else layers
         if not all(map(range(spec.n_layers).__contains__, wanted)) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        row = self._row(index, of)
+        row = self._row(index, of, whole=layers is None and tokens == slice(None))
         try:
             return self._codec.decode(
                 row.exp, row.sm, row.n_tokens, spec.width, spec.hidden_size, self._params,
@@ -255,11 +255,11 @@ class ShardReader:
             raise IndexError(index)
         return index
 
-    def _row(self, index: int, of: tuple[str, int] | None = None) -> _Row:
+    def _row(self, index: int, of: tuple[str, int] | None = None, *, whole: bool = False) -> _Row:
         """What is stored of a sample's states. Arrow makes a batch of it only where it must inflate."""
         flat: Buffers | None = None
         if not self._codec.ipc_compression:
-            flat = self._batches.buffers(self._within(index), self._places)
+            flat = self._batches.buffers(self._within(index), self._places, whole=whole)
         try:
             if flat is None:
                 batch = self._batches.columns(self._within(index), STATES_COLUMNS)
