@@ -106,7 +106,7 @@ class _Sealed:
         if len(self._blocks) != self._reader.num_record_batches:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
-        self._messages = RowMessages()
+        self._messages: RowMessages | None = None
         self._mapping = map_file(where)
         self._mapped = None if self._mapping is None else memoryview(self._mapping)
         self._next = 0
@@ -131,7 +131,9 @@ class _Sealed:
             if whole:
                 self._ask_for(index, offset, offset + metadata + body)
             message = self._bytes(offset + PREFIX_BYTES, metadata - PREFIX_BYTES)
-            return self._messages.buffers(message, self._bytes(offset + metadata, body), places)
+            if self._messages is None or self._messages.places != places:
+                self._messages = RowMessages(places)
+            return self._messages.buffers(message, self._bytes(offset + metadata, body))
         except READ_ERRORS as e:
             raise _corrupt(self._where, f"row {index}: ", e) from e
 
@@ -227,7 +229,7 @@ class _Growing:
     ) -> list[memoryview] | None:  # fmt: skip
         message = self._messages[index]
         with _damage_is_corruption(self._where, f"row {index}: "):
-            return RowMessages().buffers(message.metadata, memoryview(message.body), places)
+            return RowMessages(places).buffers(message.metadata, memoryview(message.body))
 
     def table(self, names: list[str]) -> pa.Table:
         batches = [self.columns(index, names) for index in range(len(self))]

@@ -151,8 +151,8 @@ class RunReader:
         number = index.number(sample) if isinstance(sample, str) else int(sample)
         if not 0 <= number < len(index):
             raise KeyError(number)
-        shard = self._shard(int(index.shards[number]))
-        return shard, int(index.rows[number]), (index.sample_id(number), int(index.tokens[number]))
+        sample_id, shard, row, tokens = index.place(number)
+        return self._shard(shard), row, (sample_id, tokens)
 
     def _shard(self, number: int) -> ShardReader:
         if self._open.pid != os.getpid():  # a fork: its parent's lock may be held for ever
