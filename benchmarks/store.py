@@ -2,11 +2,12 @@
 
 python benchmarks/store.py                   # everything: about 15 minutes on 2 cores
 python benchmarks/store.py codecs lossy      # some parts
+python benchmarks/store.py --machine "16 cores" codecs threads    # figures of a machine of their own
 
 codecs      real SmolLM2 states (computed in float32 and in bfloat16) and Kimi-width synthetic ones:
             ratio, the conditional-entropy limit, MB of raw states per CPU second, beside Arrow IPC zstd 1,
             Parquet BYTE_STREAM_SPLIT + zstd 1, blosc2 and zipnn, in 5 alternating rounds
-threads     two encoding threads against one, beside two threads of plain zstd
+threads     2, 4 and 8 threads against one, encoding and decoding, beside as many threads of plain zstd
 read        2,000 samples in random order, warm and cold: the store, `.pt` files, Arrow's own zstd
 open        83,000 samples: time to open, memory of the index, token statistics
 lossy       mantissa-4: ratio, KL of the target's distribution, top-1 agreement, error
@@ -19,16 +20,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5
@@ -36,14 +33,25 @@ GROUP = 8  # samples
 Result = dict[str, Any]
 
 
-def main(parts: list[str]) -> int:
-    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed."""
+def main(parts: list[str], machine: str | None = None) -> int:
+    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed.
+
+    `machine`: the name of conditions of their own, under which the results are kept beside the others.
+    """
     results = {part: in_process(part) for part in parts or list(PARTS)}
     out = ROOT / "benchmarks" / "results" / f"store-{time.strftime('%Y-%m-%d')}.json"
-    earlier = json.loads(out.read_text()) if out.exists() else {}
-    machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    out.write_text(json.dumps({**earlier, **machine, **results}, indent=2) + "\n")
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    into = kept if machine is None else kept.setdefault("machines", {}).setdefault(machine, {})
+    into |= {"cpus": os.cpu_count(), "cpu": _cpu_model(), "load_average": os.getloadavg()[0]}
+    into |= results
+    out.write_text(json.dumps(kept, indent=2) + "\n")
     return 0 if all(r["passed"] for r in results.values()) else 1
+
+
+def _cpu_model() -> str | None:
+    """What Linux calls the CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None)
 
 
 def in_process(part: str) -> Result:
@@ -183,58 +191,10 @@ def _compare(samples: Any, hidden: int) -> Result:
 
 
 def threads(_: Path) -> Result:
-    """Two encoding threads against one, in wall time, and what two threads of plain C gain just then.
+    """Encoding and decoding by several threads against one, in wall time, beside plain zstd's."""
+    from store_threads import measure
 
-    The C is zstd over the same samples, a call a sample: it holds the interpreter for nothing. Two
-    virtual cores may be one real one, and neighbours take their share: no Python can gain more.
-    """
-    import zstandard
-    from store_states import real_samples
-
-    from datagen.store.encoder import Encoder
-    from datagen.store.states import StatesSpec
-
-    samples = real_samples()
-    encoder = Encoder(StatesSpec((2, 15, 27), "post", "BF16", 576, "plane"))
-    encoder(samples.rows[-1])
-    raw = sum(r.nbytes for r in samples.rows)
-    held = threading.local()
-
-    def plain(rows: NDArray[np.uint16]) -> int:
-        """One call of C, without the interpreter."""
-        if not hasattr(held, "zstd"):
-            held.zstd = zstandard.ZstdCompressor(level=1)
-        return len(held.zstd.compress(rows))
-
-    works: dict[str, Callable[[NDArray[np.uint16]], object]] = {"plane": encoder, "zstd": plain}
-    rates: dict[str, dict[int, list[float]]] = {name: {1: [], 2: []} for name in works}
-    for number in range(2 * ROUNDS):
-        for name in list(works)[:: 1 if number % 2 else -1]:
-            for count in rates[name]:
-                with ThreadPoolExecutor(count) as pool:
-                    list(pool.map(works[name], samples.rows[:count]))  # what is made once a thread
-                    started = time.perf_counter()
-                    list(pool.map(works[name], samples.rows))
-                    rates[name][count].append(raw / (time.perf_counter() - started) / 1e6)
-    gains = {
-        name: [two / one for one, two in zip(r[1], r[2], strict=True)] for name, r in rates.items()
-    }
-    scaling, limit = median(gains["plane"]), median(gains["zstd"])
-    of_the_limit = median(a / b for a, b in zip(gains["plane"], gains["zstd"], strict=True))
-    return judged(
-        {
-            "two_thread_scaling": round(scaling, 3),
-            "two_thread_scaling_of_plain_zstd": round(limit, 3),
-            "two_thread_scaling_of_the_limit": round(of_the_limit, 3),
-            "rounds": {name: [round(g, 2) for g in each] for name, each in gains.items()},
-            "one_thread_mb_per_s": round(median(rates["plane"][1])),
-            "two_threads_mb_per_s": round(median(rates["plane"][2])),
-        },
-        {
-            "two threads >= 1.8 of one": scaling >= 1.8,
-            "two threads gain >= 0.95 of what plain zstd gains": of_the_limit >= 0.95,
-        },
-    )
+    return judged(*measure())
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -364,5 +324,7 @@ PARTS = {"codecs": codecs, "threads": threads, "read": read, "open": open_run, "
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         print(json.dumps(PARTS[sys.argv[2]](Path(sys.argv[3]))))
+    elif sys.argv[1:2] == ["--machine"]:
+        sys.exit(main(sys.argv[3:], sys.argv[2]))
     else:
         sys.exit(main(sys.argv[1:]))
