@@ -92,7 +92,15 @@ def open_batches(where: Location, *, end: int | None = None) -> Batches:
     """
     with _damage_is_corruption(where, "no Arrow file can be read: "):
         file = open_file(where)
-        return _Sealed(where, file) if end is None else _Growing(where, file, end)
+        batches = _Sealed(where, file) if end is None else _Growing(where, file, end)
+        _require_names(batches.schema)
+        return batches
+
+
+def _require_names(schema: pa.Schema) -> None:
+    """Raise ValueError unless the names are text: Arrow looks only when it is asked for them."""
+    for field in schema:
+        len(field.name)
 
 
 class _Sealed:
