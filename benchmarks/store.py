@@ -76,7 +76,7 @@ def judged(result: Result, bars: dict[str, bool]) -> Result:
 
 def codecs(_: Path) -> Result:
     """Ratios and speeds, all schemes over the same samples."""
-    from store_limits import physical_speeds
+    from store_limits import physical_speeds, with_mantissa_bits
     from store_states import Samples, real_samples, wide_samples
 
     real = {dtype: real_samples(dtype) for dtype in ("float32", "bfloat16")}
@@ -110,6 +110,9 @@ def codecs(_: Path) -> Result:
             "encode_mb_per_cpu_s": first["encode"],
             "decode_mb_per_cpu_s": first["decode"],
             "physical_mb_per_cpu_s": physical,
+            "bfloat16_with_mantissa_bits_in_symbols": with_mantissa_bits(
+                whole["bfloat16"].rows, 576
+            ),
             "rounds": ROUNDS,
             "samples": found,
         },
