@@ -18,6 +18,7 @@ import xxhash
 from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import MAGIC_BYTES
 from datagen.store.arrow_part import ArrowPart, SealedFile
+from datagen.store.files import open_file
 from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
 
@@ -34,7 +35,7 @@ class DamagedFile:
     def good_rows(self) -> dict[int, pa.RecordBatch]:
         """Row number -> a batch of that row alone, of the rows that are as they were written."""
         try:
-            raw = pa.memory_map(str(self.path)).read_buffer()
+            raw = open_file(self.path).read_buffer()
         except (OSError, pa.ArrowException):  # gone, or empty
             return {}
         spans = {

@@ -28,7 +28,9 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-CHUNK_VALUES = 1 << 16  # values split or joined at a time: the temporaries stay in the L2 cache
+CHUNK_VALUES = (
+    1 << 17
+)  # at a time: in the L2 cache, yet long enough that threads do not queue for Python
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
