@@ -17,6 +17,7 @@ import xxhash
 
 from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import MAGIC_BYTES
+from datagen.store.arrow_message import require_sizes
 from datagen.store.arrow_part import ArrowPart, SealedFile
 from datagen.store.files import open_file
 from datagen.store.responses import ResponsesReader
@@ -58,7 +59,10 @@ class DamagedFile:
         found: dict[int, pa.RecordBatch] = {}
         for rows, span in spans.items():
             try:
-                batch = pa.ipc.read_record_batch(span, schema)
+                message = pa.ipc.read_message(span)
+                body = message.body
+                require_sizes(message.metadata, body.slice, body.size)
+                batch = pa.ipc.read_record_batch(message, schema)
                 batch.validate(full=True)
             except (pa.ArrowException, OSError, ValueError):
                 continue  # not good: its samples are collected again

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 import pytest
 
 from datagen.errors import CorruptFile
-from datagen.store.layout import RunLayout
+from datagen.store.arrow_batches import open_batches
+from datagen.store.layout import RunLayout, part
 from datagen.store.manifest import Manifest
 from datagen.store.run_reader import RunReader
-from tests.store.rows import complete_run
+from datagen.store.salvage import DamagedFile
+from tests.store.rows import SPEC, complete_run, states_like
+from tests.store.test_codecs import part_of
 
 READ = """
 import json, resource, signal, sys
@@ -143,3 +149,22 @@ def test_a_manifest_of_impossible_values_is_refused(whole: Path, tmp_path: Path)
         path.write_text(json.dumps(stated))
     for case, found in zip(IMPOSSIBLE, refusals(roots), strict=True):
         assert found == {"read", "verify"}, case
+
+
+def test_salvage_does_not_allocate_what_a_damaged_buffer_states(tmp_path: Path) -> None:
+    """As repair reads an open shard, of whose rows no checksums are known."""
+    spec = dataclasses.replace(SPEC, codec="ipc-zstd")
+    file = part_of(tmp_path / "states-000.arrow", spec, [states_like(900, seed=n) for n in (1, 2)])
+    file.sync()
+    path = part(tmp_path / "states-000.arrow")
+    raw = bytearray(path.read_bytes())
+    ends = [open_batches(path, end=len(raw)).end(row) for row in range(2)]
+    file.abandon()
+    plane = 900 * SPEC.width
+    at = raw.rindex(struct.pack("<q", plane))  # the size before the last compressed buffer
+    raw[at : at + 8] = struct.pack("<q", 1 << 33)
+    path.write_bytes(raw)
+    before = pa.total_allocated_bytes()
+    found = DamagedFile("states", path, ends, ()).good_rows()
+    assert list(found) == [0]
+    assert pa.default_memory_pool().max_memory() - before < 1 << 32
