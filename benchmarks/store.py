@@ -2,11 +2,12 @@
 
 python benchmarks/store.py                   # everything: about 15 minutes on 2 cores
 python benchmarks/store.py codecs lossy      # some parts
+python benchmarks/store.py --machine "16 cores" codecs threads    # figures of a machine of their own
 
 codecs      real SmolLM2 states (computed in float32 and in bfloat16) and Kimi-width synthetic ones:
             ratio, the conditional-entropy limit, MB of raw states per CPU second, beside Arrow IPC zstd 1,
             Parquet BYTE_STREAM_SPLIT + zstd 1, blosc2 and zipnn, in 5 alternating rounds
-threads     two encoding threads against one, beside two threads of plain zstd
+threads     2, 4 and 8 threads against one, encoding and decoding, beside as many threads of plain zstd
 read        2,000 samples in random order, warm and cold: the store, `.pt` files, Arrow's own zstd
 open        83,000 samples: time to open, memory of the index, token statistics
 lossy       mantissa-4: ratio, KL of the target's distribution, top-1 agreement, error
@@ -19,16 +20,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5
@@ -36,14 +33,25 @@ GROUP = 8  # samples
 Result = dict[str, Any]
 
 
-def main(parts: list[str]) -> int:
-    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed."""
+def main(parts: list[str], machine: str | None = None) -> int:
+    """Run the parts; prints a line each, writes results/, exits 1 when a bar is missed.
+
+    `machine`: the name of conditions of their own, under which the results are kept beside the others.
+    """
     results = {part: in_process(part) for part in parts or list(PARTS)}
     out = ROOT / "benchmarks" / "results" / f"store-{time.strftime('%Y-%m-%d')}.json"
-    earlier = json.loads(out.read_text()) if out.exists() else {}
-    machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
-    out.write_text(json.dumps({**earlier, **machine, **results}, indent=2) + "\n")
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    into = kept if machine is None else kept.setdefault("machines", {}).setdefault(machine, {})
+    into |= {"cpus": os.cpu_count(), "cpu": _cpu_model(), "load_average": os.getloadavg()[0]}
+    into |= results
+    out.write_text(json.dumps(kept, indent=2) + "\n")
     return 0 if all(r["passed"] for r in results.values()) else 1
+
+
+def _cpu_model() -> str | None:
+    """What Linux calls the CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), None)
 
 
 def in_process(part: str) -> Result:
@@ -68,7 +76,7 @@ def judged(result: Result, bars: dict[str, bool]) -> Result:
 
 def codecs(_: Path) -> Result:
     """Ratios and speeds, all schemes over the same samples."""
-    from store_limits import physical_speeds
+    from store_limits import physical_speeds, with_mantissa_bits
     from store_states import Samples, real_samples, wide_samples
 
     real = {dtype: real_samples(dtype) for dtype in ("float32", "bfloat16")}
@@ -102,6 +110,9 @@ def codecs(_: Path) -> Result:
             "encode_mb_per_cpu_s": first["encode"],
             "decode_mb_per_cpu_s": first["decode"],
             "physical_mb_per_cpu_s": physical,
+            "bfloat16_with_mantissa_bits_in_symbols": with_mantissa_bits(
+                whole["bfloat16"].rows, 576
+            ),
             "rounds": ROUNDS,
             "samples": found,
         },
@@ -183,58 +194,10 @@ def _compare(samples: Any, hidden: int) -> Result:
 
 
 def threads(_: Path) -> Result:
-    """Two encoding threads against one, in wall time, and what two threads of plain C gain just then.
+    """Encoding and decoding by several threads against one, in wall time, beside plain zstd's."""
+    from store_threads import measure
 
-    The C is zstd over the same samples, a call a sample: it holds the interpreter for nothing. Two
-    virtual cores may be one real one, and neighbours take their share: no Python can gain more.
-    """
-    import zstandard
-    from store_states import real_samples
-
-    from datagen.store.encoder import Encoder
-    from datagen.store.states import StatesSpec
-
-    samples = real_samples()
-    encoder = Encoder(StatesSpec((2, 15, 27), "post", "BF16", 576, "plane"))
-    encoder(samples.rows[-1])
-    raw = sum(r.nbytes for r in samples.rows)
-    held = threading.local()
-
-    def plain(rows: NDArray[np.uint16]) -> int:
-        """One call of C, without the interpreter."""
-        if not hasattr(held, "zstd"):
-            held.zstd = zstandard.ZstdCompressor(level=1)
-        return len(held.zstd.compress(rows))
-
-    works: dict[str, Callable[[NDArray[np.uint16]], object]] = {"plane": encoder, "zstd": plain}
-    rates: dict[str, dict[int, list[float]]] = {name: {1: [], 2: []} for name in works}
-    for number in range(2 * ROUNDS):
-        for name in list(works)[:: 1 if number % 2 else -1]:
-            for count in rates[name]:
-                with ThreadPoolExecutor(count) as pool:
-                    list(pool.map(works[name], samples.rows[:count]))  # what is made once a thread
-                    started = time.perf_counter()
-                    list(pool.map(works[name], samples.rows))
-                    rates[name][count].append(raw / (time.perf_counter() - started) / 1e6)
-    gains = {
-        name: [two / one for one, two in zip(r[1], r[2], strict=True)] for name, r in rates.items()
-    }
-    scaling, limit = median(gains["plane"]), median(gains["zstd"])
-    of_the_limit = median(a / b for a, b in zip(gains["plane"], gains["zstd"], strict=True))
-    return judged(
-        {
-            "two_thread_scaling": round(scaling, 3),
-            "two_thread_scaling_of_plain_zstd": round(limit, 3),
-            "two_thread_scaling_of_the_limit": round(of_the_limit, 3),
-            "rounds": {name: [round(g, 2) for g in each] for name, each in gains.items()},
-            "one_thread_mb_per_s": round(median(rates["plane"][1])),
-            "two_threads_mb_per_s": round(median(rates["plane"][2])),
-        },
-        {
-            "two threads >= 1.8 of one": scaling >= 1.8,
-            "two threads gain >= 0.95 of what plain zstd gains": of_the_limit >= 0.95,
-        },
-    )
+    return judged(*measure())
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -242,95 +205,9 @@ def threads(_: Path) -> Result:
 
 def read(folder: Path) -> Result:
     """Random reads of 2,000 samples of 48 tokens, each summed, through four layouts."""
-    import pyarrow as pa
-    import torch
-    from store_codecs import arrow, pt_bytes
-    from store_run import write_run
-    from store_states import real_samples
+    from store_reads import measure
 
-    from datagen.store.run_reader import RunReader
-    from datagen.store.states import StatesSpec
-
-    n, tokens = 2000, 48
-    real = np.concatenate(real_samples().rows)
-    parts = [real[(i * 11) % (len(real) - tokens) :][:tokens] for i in range(n)]
-    ids = np.arange(tokens, dtype=np.int32)
-    spec = StatesSpec((2, 15, 27), "post", "BF16", 576, "plane")
-    manifest = write_run(folder / "run", spec, ((ids, 8, p) for p in parts), n)
-    (folder / "pt").mkdir()
-    for i, p in enumerate(parts):
-        (folder / "pt" / f"{i}.pt").write_bytes(pt_bytes(p))
-    for name, level in (("raw", None), ("zstd", 1)):
-        (folder / f"{name}.arrow").write_bytes(arrow(level).encode(parts))
-    run = RunReader.open(manifest)
-    files = {
-        name: pa.ipc.open_file(
-            pa.memory_map(str(folder / f"{name}.arrow")),
-            options=pa.ipc.IpcReadOptions(use_threads=False),
-        )
-        for name in ("raw", "zstd")
-    }
-    layouts: dict[str, Callable[[int], NDArray[np.uint16]]] = {
-        "store": run.states,
-        "pt a sample": lambda i: (
-            torch.load(folder / "pt" / f"{i}.pt").view(torch.int16).numpy().view(np.uint16)
-        ),
-        "arrow zstd 1": lambda i: files["zstd"].get_batch(i).column(0).values.to_numpy(),
-        "arrow": lambda i: files["raw"].get_batch(i).column(0).values.to_numpy(),
-    }
-    on_disk = {
-        "store": [*(folder / "run").rglob("states-*.arrow")],
-        "pt a sample": [*(folder / "pt").iterdir()],
-        "arrow zstd 1": [folder / "zstd.arrow"],
-        "arrow": [folder / "raw.arrow"],
-    }
-    for name, layout in layouts.items():
-        assert np.array_equal(layout(7).reshape(-1), parts[7].reshape(-1)), name
-    warm: dict[str, list[float]] = {name: [] for name in layouts}
-    cold: dict[str, list[float]] = {name: [] for name in layouts}
-    rng = np.random.default_rng(0)
-    for _ in range(ROUNDS):
-        for name, layout in layouts.items():
-            order = rng.integers(0, n, 400).tolist()
-            started = time.process_time()
-            for i in order:
-                layout(i).sum()
-            warm[name].append((time.process_time() - started) / len(order) * 1e3)
-        for name, layout in layouts.items():
-            for path in on_disk[name]:
-                _forget(path)
-            for i in rng.permutation(n)[:150].tolist():
-                started = time.perf_counter()
-                layout(i).sum()
-                cold[name].append((time.perf_counter() - started) * 1e3)
-    raw = sum(p.nbytes for p in parts)
-    table = {
-        name: {
-            "ratio": round(raw / sum(p.stat().st_size for p in on_disk[name]), 3),
-            "warm_cpu_ms": round(median(warm[name]), 3),
-            "cold_p50_ms": round(median(cold[name]), 3),
-        }
-        for name in layouts
-    }
-    ours, pt, zstd = table["store"], table["pt a sample"], table["arrow zstd 1"]
-    return judged(
-        {"samples": n, "bytes_a_sample": parts[0].nbytes, "layouts": table},
-        {
-            "warm no slower than pt": ours["warm_cpu_ms"] <= pt["warm_cpu_ms"],
-            "warm no slower than arrow zstd": ours["warm_cpu_ms"] <= zstd["warm_cpu_ms"],
-            "cold no slower than pt": ours["cold_p50_ms"] <= pt["cold_p50_ms"],
-            "cold no slower than arrow zstd": ours["cold_p50_ms"] <= zstd["cold_p50_ms"],
-            "a third less disk than raw": ours["ratio"] >= 1.47,
-        },
-    )
-
-
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    return judged(*measure(folder))
 
 
 # -- 83,000 samples -----------------------------------------------------------------------------
@@ -450,5 +327,7 @@ PARTS = {"codecs": codecs, "threads": threads, "read": read, "open": open_run, "
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         print(json.dumps(PARTS[sys.argv[2]](Path(sys.argv[3]))))
+    elif sys.argv[1:2] == ["--machine"]:
+        sys.exit(main(sys.argv[3:], sys.argv[2]))
     else:
         sys.exit(main(sys.argv[1:]))

@@ -40,6 +40,41 @@ def _entropy(counts: NDArray[np.int64]) -> float:
     return float(-(p * np.log2(p)).sum() + (len(seen) - 1) / (2 * seen.sum() * np.log(2)))
 
 
+def with_mantissa_bits(rows: list[NDArray[np.uint16]], hidden: int) -> dict[str, dict[str, float]]:
+    """What would be gained by the last bits of mantissas in the symbols of their exponents, frames of one
+    layer each: of the limit, and the MB/s of Huffman coding. What it would also need is left out: packing
+    the other bits of a value, and a way for exponents that then have no room (`without_room`).
+    """
+    deflate, inflate = _zstd.Deflater(), _zstd.Inflater()
+    bias = _planes.median_exponents(np.concatenate([r[:: max(1, len(r) // 64)] for r in rows[:8]]))
+    limit, values = (
+        sum(limit_bits(np.concatenate(rows), hidden).values()),
+        sum(r.size for r in rows),
+    )
+    found = {}
+    for bits in (0, 1, 2, 3):
+        size, outside, spent = 0, 0, [0.0, 0.0]
+        half = 1 << (7 - bits)
+        for each in rows:
+            exponents = (each >> 7).astype(np.uint8) - bias
+            signed = exponents.view(np.int8)
+            outside += int(((signed >= half) | (signed < -half)).sum())
+            symbols = (exponents << bits) | (each & ((1 << bits) - 1)).astype(np.uint8)
+            for first in range(0, each.shape[1], hidden):
+                plane = np.ascontiguousarray(symbols[:, first : first + hidden])
+                seconds, frame = cpu_s(lambda p=plane: deflate(p))
+                spent[0] += seconds
+                spent[1] += cpu_s(lambda f=frame, p=plane: inflate(f, p))[0]
+                size += len(frame)
+        found[str(bits)] = {
+            "of_the_limit": round(limit / (8 * size / values + 8 - bits), 4),
+            "without_room": round(outside / values, 6),
+            "huffman_encode": round(2 * values / spent[0] / 1e6),
+            "huffman_decode": round(2 * values / spent[1] / 1e6),
+        }
+    return found
+
+
 def physical_speeds(rows: list[NDArray[np.uint16]]) -> dict[str, int]:
     """What this CPU gives, MB of raw states per CPU second: copying them, and zstd's Huffman coding of
     their exponents alone. Bars in MB/s presuppose a CPU; these say which this is."""

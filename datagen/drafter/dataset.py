@@ -19,6 +19,7 @@ from torch import Tensor
 
 from datagen.drafter.rows import Sample
 from datagen.errors import ConfigError, CorruptFile
+from datagen.store.files import read_bytes
 from datagen.store.manifest import Manifest, ShardEntry
 from datagen.store.states import ShardReader
 
@@ -92,7 +93,7 @@ class ManifestSource:
         self._dtype = TORCH_DTYPES[states.dtype]
         self.info = SourceInfo(
             path=str(path),
-            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            sha256=hashlib.sha256(read_bytes(path)).hexdigest(),
             boundaries=tuple(states.boundaries),
             final_norm=states.final_norm,
             hidden_size=states.hidden_size,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Protocol
@@ -11,10 +12,11 @@ from typing import Protocol
 import pyarrow as pa
 
 from datagen.errors import CorruptFile
-from datagen.store.arrow_message import blocks_of, require_sizes, row_buffers
-from datagen.store.files import Location, open_file
+from datagen.store.arrow_message import RowMessages, blocks_of, require_sizes
+from datagen.store.files import Location, map_file, open_file
 
 MAGIC_BYTES = 8
+READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 PREFIX_BYTES = 8  # of a message: 0xFFFFFFFF, then the length of its metadata
 
 
@@ -33,8 +35,11 @@ class Batches(Protocol):
         """The same with some columns alone; the others are not read, nor decompressed."""
         ...
 
-    def buffers(self, index: int) -> list[memoryview] | None:
-        """All buffers of a batch of one row, as in `row_buffers`. Raises CorruptFile."""
+    def buffers(self, index: int, places: Sequence[int], *, whole: bool) -> list[memoryview] | None:
+        """Buffers of a batch of one row, as in `RowMessages`. `whole`: all of them will be read.
+
+        Raises CorruptFile.
+        """
         ...
 
     def table(self, names: list[str]) -> pa.Table:
@@ -87,7 +92,15 @@ def open_batches(where: Location, *, end: int | None = None) -> Batches:
     """
     with _damage_is_corruption(where, "no Arrow file can be read: "):
         file = open_file(where)
-        return _Sealed(where, file) if end is None else _Growing(where, file, end)
+        batches = _Sealed(where, file) if end is None else _Growing(where, file, end)
+        _require_names(batches.schema)
+        return batches
+
+
+def _require_names(schema: pa.Schema) -> None:
+    """Raise ValueError unless the names are text: Arrow looks only when it is asked for them."""
+    for field in schema:
+        len(field.name)
 
 
 class _Sealed:
@@ -101,7 +114,10 @@ class _Sealed:
         if len(self._blocks) != self._reader.num_record_batches:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
-        self._mapped = memoryview(_whole(file)) if isinstance(file, pa.MemoryMappedFile) else None
+        self._messages: RowMessages | None = None
+        self._mapping = map_file(where)
+        self._mapped = None if self._mapping is None else memoryview(self._mapping)
+        self._next = 0
 
     def _open(self, names: tuple[str, ...] = ()) -> pa.RecordBatchFileReader:
         fields = [self.schema.get_field_index(name) for name in names]
@@ -117,11 +133,25 @@ class _Sealed:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self._batch(self._narrowed(names), index)
 
-    def buffers(self, index: int) -> list[memoryview] | None:
+    def buffers(self, index: int, places: Sequence[int], *, whole: bool) -> list[memoryview] | None:
         offset, metadata, body = self._blocks[index].tolist()
-        with _damage_is_corruption(self._where, f"row {index}: "):
+        try:
+            if whole:
+                self._ask_for(index, offset, offset + metadata + body)
             message = self._bytes(offset + PREFIX_BYTES, metadata - PREFIX_BYTES)
-            return row_buffers(message, self._bytes(offset + metadata, body))
+            if self._messages is None or self._messages.places != places:
+                self._messages = RowMessages(places)
+            return self._messages.buffers(message, self._bytes(offset + metadata, body))
+        except READ_ERRORS as e:
+            raise _corrupt(self._where, f"row {index}: ", e) from e
+
+    def _ask_for(self, index: int, begin: int, end: int) -> None:
+        """Have a row read from disk at once and no more than it, unless rows are read in order: faults
+        would bring it piece by piece, each with as much again as the disk reads ahead."""
+        in_order, self._next = index == self._next, index + 1
+        if self._mapping is not None and not in_order:
+            begin -= begin % mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def _bytes(self, at: int, size: int) -> memoryview:
         if self._mapped is not None:
@@ -202,10 +232,12 @@ class _Growing:
     def columns(self, index: int, names: list[str]) -> pa.RecordBatch:
         return self[index].select(names)
 
-    def buffers(self, index: int) -> list[memoryview] | None:
+    def buffers(
+        self, index: int, places: Sequence[int], *, whole: bool  # noqa: ARG002
+    ) -> list[memoryview] | None:  # fmt: skip
         message = self._messages[index]
         with _damage_is_corruption(self._where, f"row {index}: "):
-            return row_buffers(message.metadata, memoryview(message.body))
+            return RowMessages(places).buffers(message.metadata, memoryview(message.body))
 
     def table(self, names: list[str]) -> pa.Table:
         batches = [self.columns(index, names) for index in range(len(self))]
@@ -219,11 +251,6 @@ class _Growing:
         return int(self._ends[index])
 
 
-def _whole(file: pa.MemoryMappedFile) -> pa.Buffer:
-    file.seek(0)
-    return file.read_buffer()
-
-
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
     batch.validate(full=True)
     return batch
@@ -234,5 +261,9 @@ def _damage_is_corruption(where: Location, context: str) -> Iterator[None]:
     """Whatever Arrow makes of damaged bytes is one error of ours."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise CorruptFile(f"{context}{e}", where=str(where), fix="run `datagen verify`") from e
+    except READ_ERRORS as e:
+        raise _corrupt(where, context, e) from e
+
+
+def _corrupt(where: Location, context: str, e: Exception) -> CorruptFile:
+    return CorruptFile(f"{context}{e}", where=str(where), fix="run `datagen verify`")

@@ -11,8 +11,9 @@ See https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format and its .
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,24 +134,78 @@ def require_sizes(metadata: memoryview | bytes, body_at: ReadAt, body_size: int)
         raise Damaged(f"buffers of {body_size} bytes state {stated}")
 
 
-def row_buffers(metadata: memoryview | bytes, body: memoryview) -> list[memoryview] | None:
-    """The buffers of a batch of one row without a null, in the schema's order, not copied.
+class RowMessages:
+    """The messages of a file whose batches hold one row without a null each.
 
-    A tenth of what Arrow needs to make a batch of them. None where Arrow compressed them. Raises Damaged.
+    They are the same bytes but for a few numbers. Where those lie is found in the first; each of the
+    others takes a comparison and an unpacking, where following the tables took a tenth of a read.
     """
-    data = bytes(metadata)
-    header, compressed, buffers = _batch(data, len(body))
-    if compressed:
-        return None
-    try:
-        at = _field(data, header, 0)
-        rows = _I64(data, at)[0] if at is not None else 0
-        missing = any(nulls for _, nulls in _pairs(data, header, 1))
-    except struct.error as e:
-        raise Damaged(f"no message: {e}") from e
-    if rows != 1 or missing:
-        raise Damaged(f"a batch of {rows} rows" if rows != 1 else "a cell is missing")
-    return [body[offset : offset + length] for offset, length in buffers]
+
+    def __init__(self, places: Sequence[int]) -> None:
+        """`places`: of the buffers wanted in the schema's order, ascending."""
+        self.places = places
+        self._pattern: _Pattern | None = None
+
+    def buffers(self, metadata: memoryview | bytes, body: memoryview) -> list[memoryview] | None:
+        """The buffers wanted, not copied. None where Arrow compressed them.
+
+        `metadata`: the message's flatbuffer. Raises Damaged.
+        """
+        data, size, pattern = bytes(metadata), len(body), self._pattern
+        if pattern is None or not pattern.matches(data):
+            header, compressed, _ = _batch(data, size)
+            if compressed:
+                return None
+            pattern = self._pattern = _Pattern(data, header, self.places)
+        found = []
+        for offset, length in pattern.pairs(data):
+            if offset < 0 or length < 0 or offset + length > size:
+                raise Damaged("a buffer lies outside of its batch")
+            found.append(body[offset : offset + length])
+        return found
+
+
+class _Pattern:
+    """What messages have in common, and where their numbers lie. Raises Damaged."""
+
+    def __init__(self, data: bytes, header: int, places: Sequence[int]) -> None:
+        try:
+            at = _field(data, header, 0)
+            rows = _I64(data, at)[0] if at is not None else 0
+            size = _field(data, _root(data), 3)
+            nodes, n_nodes = _vector(data, header, 1, _PAIR.size)
+            buffers, n_buffers = _vector(data, header, 2, _PAIR.size)
+            missing = any(nulls for _, nulls in _pairs(data, header, 1))
+        except struct.error as e:
+            raise Damaged(f"no message: {e}") from e
+        if rows != 1 or missing:
+            raise Damaged(f"a batch of {rows} rows" if rows != 1 else "a cell is missing")
+        if places[-1] >= n_buffers:
+            raise Damaged(f"a batch of {n_buffers} buffers")
+        own = bytearray(b"\xff" * len(data))
+        own[buffers : buffers + _PAIR.size * n_buffers] = bytes(_PAIR.size * n_buffers)
+        for start in range(nodes, nodes + _PAIR.size * n_nodes, _PAIR.size):
+            own[start : start + 8] = bytes(8)  # a node's length, not its count of nulls
+        if size is not None:
+            own[size : size + 8] = bytes(8)
+        self._length, self._mask = len(data), int.from_bytes(own, "little")
+        self._same = int.from_bytes(data, "little") & self._mask
+        kinds = "".join(
+            f"{_PAIR.size * (at - before - 1)}x2q"
+            for before, at in itertools.pairwise([-1, *places])
+        )
+        self._numbers = struct.Struct(f"<{buffers}x{kinds}").unpack_from
+
+    def matches(self, data: bytes) -> bool:
+        """Whether nothing but the numbers differs."""
+        return (
+            len(data) == self._length and int.from_bytes(data, "little") & self._mask == self._same
+        )
+
+    def pairs(self, data: bytes) -> Iterator[tuple[int, int]]:
+        """Offset and length of the buffers wanted."""
+        numbers = iter(self._numbers(data))
+        return zip(numbers, numbers, strict=True)
 
 
 def _batch(data: bytes, body_size: int) -> tuple[int, bool, list[tuple[int, int]]]:

@@ -21,6 +21,7 @@ from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import Rows as Rows
 from datagen.store.arrow_batches import open_batches as open_batches
 from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
+from datagen.store.files import open_regular
 from datagen.store.layout import part
 from datagen.store.threads import compute_threads
 
@@ -201,7 +202,7 @@ def examine_sealed(path: Path) -> SealedFile:
     """Checksums of a file that an earlier process sealed. Raises CorruptFile."""
     row_ends = Rows(open_batches(path)).file_ends()
     whole, digests, start = hashlib.sha256(), [], 0
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         for end, rows in Counter(row_ends).items():
             batch = f.read(end - start)
             whole.update(batch)
@@ -216,5 +217,5 @@ def examine_sealed(path: Path) -> SealedFile:
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's content."""
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import mmap
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from datagen.errors import CorruptFile
+
+MOST_BYTES = 4 << 30  # of what is read whole: a journal of that size has 67 million records
 
 Location = Path | str
 """A local path, or a URL that fsspec knows (`s3://bucket/run`)."""
@@ -21,10 +30,18 @@ def local_path(where: Location) -> Path | None:
 
 
 def beside(where: Location, relative: str) -> Location:
-    """`relative` to the directory that holds the file `where`; the caller has checked `relative`."""
+    """`relative` to the directory that holds the file `where`; the caller has checked its spelling.
+
+    Raises CorruptFile where a link leads out of that directory: runs come from elsewhere.
+    """
     path = local_path(where)
     if path is not None:
-        return path.parent / relative
+        found = path.parent / relative
+        if not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(path.parent)):
+            raise CorruptFile(
+                "a link leads out of the run", where=found, fix="put the file itself there"
+            )
+        return found
     return f"{str(where).rpartition('/')[0]}/{relative}"
 
 
@@ -32,19 +49,51 @@ def read_bytes(where: Location) -> bytes:
     """The whole content. Raises FileNotFoundError, OSError."""
     path = local_path(where)
     if path is not None:
-        return path.read_bytes()
+        with open_regular(path) as f:
+            size = os.fstat(f.fileno()).st_size
+            if size > MOST_BYTES:
+                raise OSError(
+                    errno.EFBIG, f"{size} bytes, at most {MOST_BYTES} are read", str(path)
+                )
+            return f.read()
     fs, name = _remote(where)
     content: bytes = fs.cat_file(name)
     return content
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file to read, which is one: a pipe would be waited for, a device may never end. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def open_file(where: Location) -> pa.NativeFile:
     """A file to read at any place: mapped, without a copy, where it is local. Raises OSError."""
     path = local_path(where)
     if path is not None:
+        open_regular(path).close()
         return pa.memory_map(str(path))
     fs, name = _remote(where)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
+
+
+def map_file(where: Location) -> mmap.mmap | None:
+    """All of a local file, mapped; None where it is elsewhere. Raises OSError, ValueError when empty.
+
+    Arrow's own mapping asks the system for whatever is taken out of it, which for a view of the whole
+    is the whole file.
+    """
+    path = local_path(where)
+    if path is None:
+        return None
+    with open_regular(path) as f:
+        return mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _remote(where: Location) -> tuple[Any, str]:

@@ -11,6 +11,7 @@ import orjson
 
 from datagen.errors import CorruptFile, FingerprintMismatch
 from datagen.store.atomic import write_json_atomic
+from datagen.store.files import read_bytes
 
 
 def canonical_json(value: Any) -> bytes:
@@ -43,7 +44,7 @@ class Fingerprint:
     def load(cls, path: Path) -> Fingerprint:
         """Read it back; raises CorruptFile when digest and fields disagree."""
         try:
-            stored = orjson.loads(path.read_bytes())
+            stored = orjson.loads(read_bytes(path))
             loaded = cls(stored["fields"])
             digest = stored["digest"]
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as e:

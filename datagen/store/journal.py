@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, FingerprintMismatch
 from datagen.store.atomic import fsync_dir, storage_errors, write_all, write_atomic
-from datagen.store.files import Location
+from datagen.store.files import Location, read_bytes
 
 MAGIC, VERSION, SIZE = b"DGJRNL\x00\x01", 1, 64
 RECORD = np.dtype(
@@ -121,9 +121,11 @@ def read_journal(path: Path, digest: str | None = None) -> NDArray[np.void]:
     An absent file has none. Raises CorruptFile, and FingerprintMismatch when `digest` is given.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path)
     except FileNotFoundError:
         return np.zeros(0, dtype=RECORD)
+    except OSError as e:
+        raise CorruptFile(f"no journal can be read: {e}", where=path, fix="restore the file") from e
     return parse_journal(raw, path, digest)
 
 

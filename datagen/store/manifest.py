@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from datagen.errors import CorruptFile
 from datagen.store.atomic import write_json_atomic
-from datagen.store.files import Location, read_bytes
+from datagen.store.files import Location, beside, local_path, read_bytes
 from datagen.store.layout import RunLayout
 from datagen.store.plan import Plan
 from datagen.store.responses import ResponsesReader
@@ -145,7 +145,8 @@ class Manifest(ManifestHeader):
     def require_files(self, root: Path) -> None:
         """Raise CorruptFile unless every data file is under `root` and of its stated size."""
         for entry in self.files():
-            path = root / entry.path
+            path = local_path(beside(root / "manifest.json", entry.path))
+            assert path is not None
             found = path.stat().st_size if path.is_file() else None
             if found != entry.bytes:
                 raise CorruptFile(

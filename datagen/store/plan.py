@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from datagen.errors import CorruptFile
 from datagen.store.atomic import replace_durably, storage_errors
+from datagen.store.files import open_file
 from datagen.store.fingerprint import canonical_json
 
 FORMAT = "datagen.plan.1"
@@ -145,7 +146,7 @@ class Plan:
     def open(cls, path: Path) -> Plan:
         """Map the file; raises CorruptFile."""
         try:
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            table = pa.ipc.open_file(open_file(path)).read_all()
             raw = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
         except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
             raise CorruptFile(f"no plan can be read: {e}", where=path, fix=RESTORE) from e

@@ -15,6 +15,7 @@ import orjson
 
 from datagen.errors import CorruptFile
 from datagen.store.atomic import fsync_dir, storage_errors, write_all
+from datagen.store.files import open_regular
 
 MAX_DETAIL = 2000
 
@@ -91,13 +92,15 @@ def read_rejections(path: Path, count: int) -> Iterator[Rejection]:
     if count == 0:
         return
     try:
-        with open(path, "rb") as f:
+        with open_regular(path) as f:
             for number in range(1, count + 1):
                 yield parse_rejection(path, number, f.readline())
     except FileNotFoundError as e:
         raise CorruptFile(
             f"the file is gone, the journal promises {count} lines", where=path
         ) from e
+    except OSError as e:
+        raise CorruptFile(f"no rejections can be read: {e}", where=path) from e
 
 
 def parse_rejection(path: Path, number: int, line: bytes) -> Rejection:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from datagen.errors import CorruptFile
 from datagen.store.arrow_part import sha256_of
 from datagen.store.atomic import write_atomic
+from datagen.store.files import read_bytes
 from datagen.store.journal import Entry, Kind
 from datagen.store.layout import PartitionLayout
 from datagen.store.rejections import (
@@ -107,7 +108,7 @@ def _believable(
     """Rejections to keep, when journal and lines do not agree; all of a prompt, or none of it."""
     found: dict[Key, Rejection] = {}
     bad: set[str] = set()
-    raw = layout.rejected.read_bytes().splitlines(keepends=True) if layout.rejected.exists() else []
+    raw = read_bytes(layout.rejected).splitlines(keepends=True) if layout.rejected.exists() else []
     for number, line in enumerate(raw, start=1):
         try:
             rejection = parse_rejection(layout.rejected, number, line)

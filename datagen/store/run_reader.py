@@ -95,7 +95,8 @@ class RunReader:
         `final` is set. Frames that hold nothing asked for are not decompressed. KeyError for a
         sample, ValueError for a boundary that is not there; CorruptFile.
         """
-        layers = self._layers(boundaries, final)
+        whole = boundaries is None and final is not False
+        layers = None if whole else self._layers(boundaries, final)
         shard, row, of = self._locate(sample)
         return shard.states(row, tokens=tokens, layers=layers, of=of)
 
@@ -150,8 +151,8 @@ class RunReader:
         number = index.number(sample) if isinstance(sample, str) else int(sample)
         if not 0 <= number < len(index):
             raise KeyError(number)
-        shard = self._shard(int(index.shards[number]))
-        return shard, int(index.rows[number]), (index.sample_id(number), int(index.tokens[number]))
+        sample_id, shard, row, tokens = index.place(number)
+        return self._shard(shard), row, (sample_id, tokens)
 
     def _shard(self, number: int) -> ShardReader:
         if self._open.pid != os.getpid():  # a fork: its parent's lock may be held for ever

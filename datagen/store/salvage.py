@@ -17,7 +17,9 @@ import xxhash
 
 from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import MAGIC_BYTES
+from datagen.store.arrow_message import require_sizes
 from datagen.store.arrow_part import ArrowPart, SealedFile
+from datagen.store.files import open_file
 from datagen.store.responses import ResponsesReader
 from datagen.store.states import ShardReader
 
@@ -34,7 +36,7 @@ class DamagedFile:
     def good_rows(self) -> dict[int, pa.RecordBatch]:
         """Row number -> a batch of that row alone, of the rows that are as they were written."""
         try:
-            raw = pa.memory_map(str(self.path)).read_buffer()
+            raw = open_file(self.path).read_buffer()
         except (OSError, pa.ArrowException):  # gone, or empty
             return {}
         spans = {
@@ -57,7 +59,10 @@ class DamagedFile:
         found: dict[int, pa.RecordBatch] = {}
         for rows, span in spans.items():
             try:
-                batch = pa.ipc.read_record_batch(span, schema)
+                message = pa.ipc.read_message(span)
+                body = message.body
+                require_sizes(message.metadata, body.slice, body.size)
+                batch = pa.ipc.read_record_batch(message, schema)
                 batch.validate(full=True)
             except (pa.ArrowException, OSError, ValueError):
                 continue  # not good: its samples are collected again

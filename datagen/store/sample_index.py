@@ -26,17 +26,12 @@ _SHARD = re.compile(r"states-(\d{3,})\.arrow")
 class SampleIndex:
     """Columns over the collected samples, in the order of the shards and their rows.
 
-    `prompt_ids` uint8 [n, 32], `turns` uint16 [n], `shards` uint32 [n] (into `paths`), `rows` uint32 [n]
-    in the shard, `tokens` uint32 [n]. `splits`: of each shard.
+    `splits`: of each of the shards `paths`.
     """
 
     paths: tuple[str, ...]
     splits: tuple[str, ...]
-    prompt_ids: NDArray[np.uint8]
-    turns: NDArray[np.uint16]
-    shards: NDArray[np.uint32]
-    rows: NDArray[np.uint32]
-    tokens: NDArray[np.uint32]
+    _rows: NDArray[np.void]
     _keys: NDArray[np.uint64]
     _order: NDArray[np.uint32]
 
@@ -48,49 +43,54 @@ class SampleIndex:
             raise CorruptFile("a shard is listed twice", where=str(where))
         parts: list[NDArray[np.void]] = []
         folders: dict[PurePosixPath, dict[int, NDArray[np.void]]] = {}
-        shards = []
         for number, (_, entry) in enumerate(entries):
             folder = PurePosixPath(entry.path).parent
             if folder not in folders:
                 journal = beside(where, str(folder / "journal.log"))
                 folders[folder] = _by_file(journal, manifest.fingerprint)
             kept = _rows_of(entry, folders[folder], where)
+            kept["shard"] = number
             parts.append(kept)
-            shards.append(np.full(len(kept), number, dtype=np.uint32))
-        records = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
-        if len(records) != manifest.samples.collected:
+        rows = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
+        if len(rows) != manifest.samples.collected:
             raise CorruptFile(
-                f"{len(records)} samples in the journals, the manifest states "
+                f"{len(rows)} samples in the journals, the manifest states "
                 f"{manifest.samples.collected}",
                 where=str(where),
                 fix="run `datagen verify`",
             )
-        keys = _keys_of(records["prompt_id"])
+        keys = _keys_of(rows)
         order = np.argsort(keys, kind="stable").astype(np.uint32)
         return cls(
             paths=tuple(e.path for _, e in entries),
             splits=tuple(name for name, _ in entries),
-            prompt_ids=np.ascontiguousarray(records["prompt_id"]),
-            turns=np.ascontiguousarray(records["turn"]),
-            shards=np.concatenate(shards) if shards else np.zeros(0, dtype=np.uint32),
-            rows=np.ascontiguousarray(records["row"]),
-            tokens=np.ascontiguousarray(records["tokens"]),
+            _rows=rows,
             _keys=keys[order],
             _order=order,
         )
 
     def __len__(self) -> int:
-        return len(self.turns)
+        return len(self._rows)
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """uint32 [n]: tokens of each sample."""
+        tokens: NDArray[np.uint32] = self._rows["tokens"]
+        return tokens
 
     @property
     def n_bytes(self) -> int:
         """Memory of the columns."""
-        columns = (self.prompt_ids, self.turns, self.shards, self.rows, self.tokens)
-        return sum(c.nbytes for c in (*columns, self._keys, self._order))
+        return self._rows.nbytes + self._keys.nbytes + self._order.nbytes
+
+    def place(self, number: int) -> tuple[str, int, int, int]:
+        """Of sample `number`: its id, its shard (in `paths`), its row there, its tokens."""
+        prompt_id, turn, shard, row, tokens = self._rows[number].item()
+        return f"{prompt_id.hex()}-{turn}", shard, row, tokens
 
     def sample_id(self, number: int) -> str:
         """The id of sample `number`."""
-        return f"{self.prompt_ids[number].tobytes().hex()}-{self.turns[number]}"
+        return self.place(number)[0]
 
     def number(self, sample_id: str) -> int:
         """The place of a sample by its id; KeyError when it is not among the collected."""
@@ -101,17 +101,23 @@ class SampleIndex:
         key = np.frombuffer(prompt_id[:8], dtype=">u8").astype(np.uint64)
         low, high = (int(np.searchsorted(self._keys, key, side)[0]) for side in ("left", "right"))
         for number in self._order[low:high].tolist():
-            if self.turns[number] == turn and self.prompt_ids[number].tobytes() == prompt_id:
+            if self._rows[number].item()[:2] == (prompt_id, turn):
                 return int(number)
         raise KeyError(sample_id)
 
     def of_split(self, split: str) -> NDArray[np.int64]:
         """Numbers of the samples of a split, in order."""
         chosen = np.array([s == split for s in self.splits], dtype=bool)
-        return np.flatnonzero(chosen[self.shards]) if len(self) else np.zeros(0, dtype=np.int64)
+        return (
+            np.flatnonzero(chosen[self._rows["shard"]])
+            if len(self)
+            else np.zeros(0, dtype=np.int64)
+        )
 
 
-ROW = np.dtype([("prompt_id", "u1", 32), ("turn", "<u2"), ("row", "<u4"), ("tokens", "<u4")])
+ROW = np.dtype(
+    [("prompt_id", "V32"), ("turn", "<u2"), ("shard", "<u4"), ("row", "<u4"), ("tokens", "<u4")]
+)
 
 
 def _by_file(journal: Location, fingerprint: str) -> dict[int, NDArray[np.void]]:
@@ -129,7 +135,8 @@ def _by_file(journal: Location, fingerprint: str) -> dict[int, NDArray[np.void]]
     for file in np.unique(states["file"]).tolist():
         of_file = states[states["file"] == file]
         rows = np.zeros(len(of_file), dtype=ROW)
-        for name in ("prompt_id", "turn", "tokens"):
+        rows["prompt_id"] = np.ascontiguousarray(of_file["prompt_id"]).view("V32").reshape(-1)
+        for name in ("turn", "tokens"):
             rows[name] = of_file[name]
         rows["row"] = np.arange(len(rows))
         if rejected:
@@ -171,7 +178,7 @@ def _rows_of(
     return collected
 
 
-def _keys_of(prompt_ids: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def _keys_of(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     """The first 8 bytes of each id as a number: ids are digests, so these are as good as random."""
-    heads = np.ascontiguousarray(prompt_ids[:, :8])
-    return heads.view(">u8").reshape(-1).astype(np.uint64)
+    heads = np.ascontiguousarray(rows["prompt_id"]).view(">u8").reshape(-1, 4)[:, 0]
+    return heads.astype(np.uint64)

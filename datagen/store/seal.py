@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from datagen.errors import CorruptFile
 from datagen.store.atomic import write_json_atomic
+from datagen.store.files import read_bytes
 from datagen.strict import StrictModel
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -54,7 +55,7 @@ class PartitionSummary(StrictModel):
     def load(cls, path: Path) -> PartitionSummary:
         """Read a seal; raises CorruptFile naming the field."""
         try:
-            return cls.model_validate(orjson.loads(path.read_bytes()))
+            return cls.model_validate(orjson.loads(read_bytes(path)))
         except ValidationError as e:
             first = e.errors()[0]
             name = ".".join(map(str, first["loc"])) or "seal"

@@ -16,7 +16,6 @@ layers are the boundaries in order, then the final state.
 from __future__ import annotations
 
 import base64
-import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ SAMPLE_FIELDS = [
     pa.field("loss_mask", MASK, nullable=False),
 ]
 SAMPLE_COLUMNS = [field.name for field in SAMPLE_FIELDS]
+STATES_COLUMNS = ["sample_id", "n_tokens", "exp", "sm"]
 MAX_TOKEN_ID = 1 << 22  # no vocabulary is near it: a larger id is damage, and would size an array
 MAX_HIDDEN, MAX_BOUNDARIES = 1 << 20, 1024  # beyond any model: a larger number is damage
 
@@ -167,8 +167,7 @@ class ShardReader:
         self._batches = open_batches(path, end=end)
         self.spec, self._params = self._parse(self._batches.schema)
         self._codec = codec_named(self.spec.codec)
-        counts = (arrow_row.n_buffers(field.type) for field in self._batches.schema)
-        self._places = [*itertools.accumulate(counts, initial=0)]
+        self._places, self._ends = arrow_row.places_of(self._batches.schema, STATES_COLUMNS)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -221,9 +220,9 @@ class ShardReader:
         """
         spec = self.spec
         wanted = range(spec.n_layers) if layers is None else layers
-        if any(not 0 <= layer < spec.n_layers for layer in wanted) or tokens.step not in (None, 1):
+        if not all(map(range(spec.n_layers).__contains__, wanted)) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        row = self._row(index, of)
+        row = self._row(index, of, whole=layers is None and tokens == slice(None))
         try:
             return self._codec.decode(
                 row.exp, row.sm, row.n_tokens, spec.width, spec.hidden_size, self._params,
@@ -256,20 +255,21 @@ class ShardReader:
             raise IndexError(index)
         return index
 
-    def _row(self, index: int, of: tuple[str, int] | None = None) -> _Row:
+    def _row(self, index: int, of: tuple[str, int] | None = None, *, whole: bool = False) -> _Row:
         """What is stored of a sample's states. Arrow makes a batch of it only where it must inflate."""
-        buffers: list[Buffers] | None = None
+        flat: Buffers | None = None
         if not self._codec.ipc_compression:
-            flat = self._batches.buffers(self._within(index))
-            if flat is not None and len(flat) == self._places[-1]:
-                buffers = [flat[a:b] for a, b in itertools.pairwise(self._places)]
+            flat = self._batches.buffers(self._within(index), self._places, whole=whole)
         try:
-            if buffers is None:
-                batch = self._batches.columns(self._within(index), self._batches.schema.names)
-                buffers = [arrow_row.buffers_of(c) for c in self._complete(index, batch).columns]
-            sample_id, _, n_tokens, _, _, exp, sm = buffers
+            if flat is None:
+                batch = self._batches.columns(self._within(index), STATES_COLUMNS)
+                columns = self._complete(index, batch).columns
+                flat = [buffer for column in columns for buffer in arrow_row.buffers_of(column)]
+            a, b, c = self._ends
             row = _Row(
-                arrow_row.text(sample_id), arrow_row.number(n_tokens), *self._codec.stored(exp, sm)
+                arrow_row.text(flat[:a]),
+                arrow_row.number(flat[a:b]),
+                *self._codec.stored(flat[b:c], flat[c:]),
             )
         except (pa.ArrowException, ValueError, struct.error) as e:
             raise self._corrupt(index, str(e)) from e

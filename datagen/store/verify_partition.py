@@ -177,28 +177,29 @@ class PartitionCheck:
                 f"the journal {promised.rows} of {promised.tokens}",
             )
         found: SealedFile | None = None
+        if path.exists() and path.stat().st_size != file.n_bytes:  # whatever is in it
+            size = path.stat().st_size
+            self._fault(path, None, f"{size} bytes, the seal states {file.n_bytes}")
+            return
         if path.exists() and (file.row_ends or file.row_xxh3):
             try:
                 found = examine_sealed(path)
             except CorruptFile as e:
                 self._fault(path, None, e.what)
-        size = self._check_sha256(path, file.sha256, found.sha256 if found else None)
-        if size is not None and size != file.n_bytes:
-            self._fault(path, None, f"{size} bytes, the seal states {file.n_bytes}")
+        self._check_sha256(path, file.sha256, found.sha256 if found else None)
         if found and (found.row_ends, found.row_xxh3) != (file.row_ends, file.row_xxh3):
             self._fault(self._layout.summary, None, f"{file.name}: its rows are not as stated")
 
-    def _check_sha256(self, path: Path, sha256: str, found: str | None = None) -> int | None:
-        """The file's size; None when it is gone. `found`: its sha256, if it was read already."""
+    def _check_sha256(self, path: Path, sha256: str, found: str | None = None) -> None:
+        """`found`: its sha256, if it was read already."""
         if not path.exists():
             self._fault(path, None, "the file is gone")
-            return None
+            return
         size = path.stat().st_size
         self._findings.counts["files"] += 1
         self._findings.counts["bytes"] += size
         if (found or sha256_of(path)) != sha256:
             self._fault(path, None, "its sha256 is not the recorded one")
-        return size
 
     def _numbers(self, name: str) -> list[int]:
         return sorted({*self._layout.numbers(name), *self._promised[name]})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +178,43 @@ def refusal(run: Path, out: Path, *arguments: str) -> str:
     assert done.exit_code == 1
     assert not list(out.parent.glob("*.unfinished"))
     return str(done.exception)
+
+
+EXPORT_UNTIL_KILLED = """
+import os, signal, sys
+import datagen.cli
+from datagen.cli.app import app
+left = int(sys.argv[1])
+def count(event, arguments):
+    global left
+    if event == "open" and ".unfinished" in str(arguments[0]) and arguments[2] & os.O_WRONLY or (
+        event in ("os.mkdir", "os.rename") and ".unfinished" in str(arguments[0])
+    ):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+app(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("after", [3])
+def test_an_export_that_was_killed_is_not_there_and_can_be_made(
+    run: Path, tmp_path: Path, after: int
+) -> None:
+    out, whole = tmp_path / "out", exported(run, "specforge", tmp_path / "whole")
+    command = ["export", str(run), "--format", "specforge", "--output", str(out)]
+    killed = subprocess.run(
+        [sys.executable, "-c", EXPORT_UNTIL_KILLED, str(after), *command],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists()
+    assert list(tmp_path.glob("*.unfinished"))
+    exported(run, "specforge", out)
+    assert not list(tmp_path.glob("*.unfinished"))
+    names = sorted(p.relative_to(whole) for p in whole.rglob("*"))
+    assert names == sorted(p.relative_to(out) for p in out.rglob("*"))
 
 
 def test_what_would_be_false_is_refused(run: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import orjson
 import pytest
 
 from datagen.store.arrow_message import blocks_of
+from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
+from datagen.store.plan import Plan
 from datagen.store.verify import verify_run
+from datagen.store.verify_partition import PartitionCheck
 from tests.store.rows import complete_run
 
 STRIDE = 211  # a prime: over the runs of a format's history every place is met
@@ -32,29 +36,65 @@ def shard_of(root: Path) -> Path:
     return RunLayout(root).partition(0).states(0)
 
 
-def flip_every(root: Path, places: range) -> Iterator[int]:
-    """Places at which a flipped byte goes unseen."""
-    path = shard_of(root)
+@contextmanager
+def flipped(path: Path, places: range) -> Iterator[Iterator[int]]:
+    """Places of the file, a bit of each flipped while it is the one; afterwards the file is whole."""
     whole = path.read_bytes()
-    try:
+
+    def each() -> Iterator[int]:
         for at in places:
-            bad = bytearray(whole)
-            bad[at] ^= 1 << at % 8
-            path.write_bytes(bad)
-            if verify_run(root, quick=bool(at % 2)).ok:
+            with open(path, "r+b") as f:
+                f.seek(at)
+                f.write(bytes([whole[at] ^ 1 << at % 8]))
+                f.flush()
                 yield at
+                f.seek(at)
+                f.write(whole[at : at + 1])
+
+    try:
+        yield each()
     finally:
         path.write_bytes(whole)
 
 
 def test_a_flipped_byte_is_seen(root: Path) -> None:
     size = shard_of(root).stat().st_size
-    assert not list(flip_every(root, range(size % STRIDE, size, STRIDE)))
+    with flipped(shard_of(root), range(size % STRIDE, size, STRIDE)) as places:
+        assert not [at for at in places if verify_run(root, quick=bool(at % 2)).ok]
 
 
 @pytest.mark.slow
 def test_every_flipped_byte_is_seen(root: Path) -> None:
-    assert not list(flip_every(root, range(shard_of(root).stat().st_size)))
+    """At both depths, by the check of the shard's partition: a fault it finds is one of the run's."""
+    layout = RunLayout(root)
+    plan, digest = Plan.open(layout.plan), Fingerprint.load(layout.fingerprint).digest
+    unseen, seen = [], 0
+    with flipped(shard_of(root), range(shard_of(root).stat().st_size)) as places:
+        for at in places:
+            for quick in (True, False):
+                faults = PartitionCheck(layout, plan, digest, 0, quick=quick).run().faults
+                if any("states-000.arrow" in fault.file for fault in faults):
+                    seen += 1
+                else:
+                    unseen.append((at, quick))
+    assert not unseen
+    assert seen == 2 * shard_of(root).stat().st_size > 10_000
+    assert verify_run(root).ok
+
+
+def test_a_column_whose_name_is_no_text_is_seen(root: Path) -> None:
+    layout = RunLayout(root)
+    for path, name in (
+        (shard_of(root), b"sample_id"),
+        (layout.partition(0).responses(0), b"context_ids"),
+    ):
+        whole = path.read_bytes()
+        try:
+            path.write_bytes(whole.replace(name, b"\xfe" + name[1:]))
+            for quick in (True, False):
+                assert any(path.name in f.file for f in verify_run(root, quick=quick).faults)
+        finally:
+            path.write_bytes(whole)
 
 
 def test_a_shard_cut_at_any_block_is_seen(root: Path) -> None:

@@ -6,6 +6,7 @@ off, sits at the entropy of a Gaussian (about 2.6 bits), and Huffman coding brin
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,9 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-CHUNK_VALUES = 1 << 17  # values split or joined at a time: the temporaries stay in the L2 cache
+# Values at a time: as many as the L2 cache holds, and in writing, where threads queue for the interpreter
+# between two steps over an array, twice as many.
+JOIN_VALUES, SPLIT_VALUES = 1 << 17, 1 << 18
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -41,17 +44,17 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.deflate, self.inflate = zstd.Deflater(), zstd.Inflater()
         self._wide = np.empty(0, dtype=np.uint16)
-        self._flags = np.empty(0, dtype=np.bool_)
+        self._narrow = np.empty(0, dtype=np.uint8)
         self._exponents = np.empty(0, dtype=np.uint8)
 
-    def scratch(self, rows: int, width: int) -> tuple[Bits, NDArray[np.bool_]]:
-        """Arrays uint16 and bool [rows, width], valid until the next call."""
+    def scratch(self, rows: int, width: int) -> tuple[Bits, Bytes]:
+        """Arrays uint16 and uint8 [rows, width], valid until the next call."""
         size = rows * width
         if len(self._wide) < size:
             self._wide = np.empty(size, dtype=np.uint16)
-            self._flags = np.empty(size, dtype=np.bool_)
+            self._narrow = np.empty(size, dtype=np.uint8)
         shape = (rows, width)
-        return self._wide[:size].reshape(shape), self._flags[:size].reshape(shape)
+        return self._wide[:size].reshape(shape), self._narrow[:size].reshape(shape)
 
     def exponents(self, rows: int, width: int) -> Bytes:
         """An array uint8 [rows, width], valid until the next call."""
@@ -82,33 +85,47 @@ def median_exponents(rows_TW: Bits) -> Bytes:
 
 
 def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
-    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign)."""
-    step = max(1, CHUNK_VALUES // rows_TW.shape[1])
-    _, flags = _of_thread.scratch(min(step, len(rows_TW)), rows_TW.shape[1])
-    for at in range(0, len(rows_TW), step):
-        chunk = rows_TW[at : at + step]
-        exponents, sm = exponents_TW[at : at + step], sm_TW[at : at + step]
-        negative = flags[: len(chunk)]
-        np.right_shift(chunk, 7, out=exponents, casting="unsafe")  # the sign falls off
+    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign).
+
+    Widths change by copies of their own: a ufunc that must also cast works through a small buffer.
+    """
+    for at, wide, narrow in _chunks(rows_TW, SPLIT_VALUES):
+        chunk = rows_TW[at : at + len(wide)]
+        exponents, sm = exponents_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
+        np.right_shift(chunk, 7, out=wide)
+        np.copyto(exponents, wide, casting="unsafe")  # the sign falls off
         np.subtract(exponents, bias_W, out=exponents)
-        np.add(chunk, chunk, out=sm, casting="unsafe")
+        np.add(chunk, chunk, out=wide)
+        np.copyto(sm, wide, casting="unsafe")
+        negative = narrow.view(np.bool_)
         np.less(chunk.view(np.int16), 0, out=negative)
-        np.bitwise_or(sm, negative.view(np.uint8), out=sm)
+        np.bitwise_or(sm, narrow, out=sm)
 
 
 def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
-    """Fill `out_TW` with bit patterns: the inverse of `split`."""
-    step = max(1, CHUNK_VALUES // out_TW.shape[1])
-    wide, flags = _of_thread.scratch(min(step, len(out_TW)), out_TW.shape[1])
-    for at in range(0, len(out_TW), step):
-        out, sm = out_TW[at : at + step], sm_TW[at : at + step]
-        signs, narrow = wide[: len(out)], flags.view(np.uint8)[: len(out)]
-        np.add(exponents_TW[at : at + step], bias_W, out=narrow)
-        np.left_shift(narrow, 7, out=out, dtype=np.uint16)
-        np.left_shift(sm, 15, out=signs, dtype=np.uint16)
-        np.bitwise_or(out, signs, out=out)
-        np.right_shift(sm, 1, out=narrow)
-        np.bitwise_or(out, narrow, out=out)
+    """Fill `out_TW` with bit patterns: the inverse of `split`.
+
+    With the exponent in its high byte and `sm` in its low one, a pattern is a bf16 turned by one bit.
+    """
+    for at, wide, narrow in _chunks(out_TW, JOIN_VALUES):
+        out, sm = out_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
+        np.add(exponents_TW[at : at + len(wide)], bias_W, out=narrow)
+        np.copyto(out, narrow)
+        np.multiply(out, 1 << 8, out=out)  # quicker than a shift, which asks how far
+        np.copyto(wide, sm)
+        np.bitwise_or(out, wide, out=out)
+        np.multiply(out, 1 << 15, out=wide)
+        np.right_shift(out, 1, out=out)
+        np.bitwise_or(out, wide, out=out)
+
+
+def _chunks(values_TW: Bits, at_a_time: int) -> Iterator[tuple[int, Bits, Bytes]]:
+    """First tokens of chunks, with scratch uint16 and uint8 [chunk, W] for each."""
+    n, width = values_TW.shape
+    step = max(1, at_a_time // width)
+    wide, narrow = _of_thread.scratch(min(step, n), width)
+    for at in range(0, n, step):
+        yield at, wide[: n - at], narrow[: n - at]
 
 
 # -- frames -------------------------------------------------------------------------------------
@@ -133,10 +150,11 @@ class Piece(NamedTuple):
     length: int
 
 
-def layer_groups(hidden: int, n_layers: int) -> list[tuple[int, int]]:
+@functools.cache
+def layer_groups(hidden: int, n_layers: int) -> tuple[tuple[int, int], ...]:
     """Layers whose exponents share a frame: all of a small model, one of a large one."""
     per_frame = max(1, min(n_layers, FRAME_BYTES // (BLOCK_TOKENS * hidden)))
-    return [(a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame)]
+    return tuple((a, min(a + per_frame, n_layers)) for a in range(0, n_layers, per_frame))
 
 
 def blocks(n_tokens: int) -> range:
@@ -166,31 +184,34 @@ def pieces(
     n_tokens: int, hidden: int, n_layers: int, tokens: range, layers: Sequence[int]
 ) -> Iterator[Piece]:
     """The parts of frames that hold `tokens` of `layers`, frame by frame."""
-    groups = layer_groups(hidden, n_layers)
-    for block, first in enumerate(blocks(n_tokens)):
-        size = min(BLOCK_TOKENS, n_tokens - first)
+    runs, per_block = _runs(hidden, n_layers, tuple(layers)), len(layer_groups(hidden, n_layers))
+    for first in range(tokens.start // BLOCK_TOKENS * BLOCK_TOKENS, tokens.stop, BLOCK_TOKENS):
+        frame, size = first // BLOCK_TOKENS * per_block, min(BLOCK_TOKENS, n_tokens - first)
         low, high = max(tokens.start, first), min(tokens.stop, first + size)
-        if low >= high:
-            continue
-        for number, (a, b) in enumerate(groups):
-            for place, layer, length in _runs(layers, a, b):
-                yield Piece(
-                    block * len(groups) + number, first, size, low, high, b - a, layer - a,
-                    layer, place, length,
-                )  # fmt: skip
+        for number, in_frame, inner, layer, place, length in runs:
+            yield Piece(
+                frame + number, first, size, low, high, in_frame, inner, layer, place, length
+            )
 
 
-def _runs(layers: Sequence[int], a: int, b: int) -> list[tuple[int, int, int]]:
-    """Neighbours among `layers` that are neighbours in the frame of [a, b): (place, layer, length)."""
-    runs: list[tuple[int, int, int]] = []
-    for place, layer in enumerate(layers):
-        if not a <= layer < b:
-            continue
-        if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((place, layer, 1))
-    return runs
+@functools.lru_cache(maxsize=256)
+def _runs(hidden: int, n_layers: int, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Neighbours among `layers` that are neighbours in a frame, frame by frame.
+
+    (frame in its block, layers in the frame, first of them there, first of all, place in `layers`, length)
+    """
+    found: list[tuple[int, ...]] = []
+    for number, (a, b) in enumerate(layer_groups(hidden, n_layers)):
+        runs: list[tuple[int, int, int]] = []  # place, layer, length
+        for place, layer in enumerate(layers):
+            if not a <= layer < b:
+                continue
+            if runs and (place, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+            else:
+                runs.append((place, layer, 1))
+        found += [(number, b - a, layer - a, layer, place, length) for place, layer, length in runs]
+    return found
 
 
 class Inflater:
