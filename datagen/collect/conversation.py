@@ -242,7 +242,8 @@ async def _capture(
         except Rejected as e:
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
-        encoded = await encoders.encode(store, captured)
+        # taken out when it is written: its memory serves another sample while this one is synced
+        encoded = [await encoders.encode(store, captured)]
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -250,7 +251,7 @@ async def _capture(
                 response.turn,
                 np.asarray(ids, dtype=np.int32),
                 len(response.context_ids),
-                encoded,
+                encoded.pop(),
             ),
         )
         if n_bytes > DISCARD_ASIDE_BYTES:

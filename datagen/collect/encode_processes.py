@@ -2,9 +2,9 @@
 
 Each has a socket, over which one job at a time goes, and memory that both sides map, in blocks: what it
 encoded is written to the shard straight from there. A block is lent out with what lies in it and comes
-back when nobody refers to that any more. What waits is bounded by the spool's budget, what is encoded and
-not yet written by the blocks. A process that dies is replaced and its job done again, once. They end when
-their socket does: with this process, however it ends.
+back when nobody refers to that any more: once it is written, while it is synced. What waits is bounded by
+the spool's budget, what is encoded and not yet written by the blocks. A process that dies is replaced and
+its job done again, once. They end when their socket does: with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from datagen.store.partition import PartitionStore
 from datagen.store.states import StatesSpec
 from datagen.target.states import Captured
 
-BLOCKS = 2  # of a process: one is filled while the other is written
+BLOCKS = 3  # of a process: one is filled while others are written
 ATTEMPTS = 2
 PATIENCE_S = 300.0  # 128K tokens of Kimi's take 10 s
 KEEP_MEMORY = {
@@ -287,9 +287,11 @@ class EncodeProcesses:
 
 
 def _environment() -> dict[str, str]:
-    """Ours. The code is that of this process, whatever lies in the directory it was started from."""
-    root = str(Path(encode_worker.__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    """Ours, and what this process imports from, in its order: the code at both ends is the same."""
+    root = str(
+        Path(encode_worker.__file__).parents[2]
+    )  # not what the present directory happens to hold
+    path = os.pathsep.join(entry or root for entry in sys.path)
     return KEEP_MEMORY | os.environ | {"PYTHONPATH": path}
 
 

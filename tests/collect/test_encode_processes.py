@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from datagen.collect.encoding import processes_for, writers_for
 from datagen.collect.job import CollectJob
 from datagen.config import CollectConfig, collect_config
 from datagen.errors import EncodingFailed
-from datagen.store.codecs import REGISTRY
+from datagen.store.codecs import REGISTRY, Encoded
 from datagen.store.encoder import Encoder
 from datagen.store.guards import Refused, Sound, examine
+from datagen.store.partition import PartitionStore
 from datagen.store.run_reader import RunReader
 from datagen.store.states import StatesSpec, encode
 from datagen.store.verify import verify_run
@@ -265,6 +267,18 @@ async def test_they_run_the_code_of_the_collector_not_what_lies_where_it_was_sta
     assert isinstance(found, Sound)
 
 
+async def test_they_import_from_where_the_collector_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an embedding program put first on its path hides what PYTHONPATH names, at both ends."""
+    (tmp_path / "zstandard").mkdir()
+    (tmp_path / "zstandard" / "__init__.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with processes() as pool:
+        found = await pool.examine(spooled(tmp_path, states_like(9, seed=1)), 9, SPEC)
+    assert isinstance(found, Sound)
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("encode-processes")
@@ -325,3 +339,38 @@ async def test_a_run_whose_processes_are_killed_holds_the_rows_of_one_with_threa
     assert verify_run(bench.folder / "killed").ok
     assert stored(bench.folder / "killed") == stored(bench.folder / "threads")
     assert not list((bench.folder / "spool").glob("*.safetensors"))
+
+
+async def test_what_is_written_is_free_for_another_sample_while_it_is_synced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
+    config = collect_config(
+        run=str(bench.folder / "freed"), mix=str(bench.mix), target=str(bench.profile),
+        tokenizer=str(bench.checkpoint), accept_risk="boundaries", encode_processes=1,
+    ).model_copy(update={"max_fault_rate": 1.0})  # fmt: skip
+    most = encoded = 0
+    commit = PartitionStore.commit
+    async with CollectJob.open(config, print) as job:
+        assert job._shop is not None
+        encoders = job._shop.encoders
+        assert isinstance(encoders, EncodeProcesses)
+
+        def slow(store: PartitionStore) -> None:
+            nonlocal most
+            time.sleep(0.1)
+            most = max(most, encoded - job.progress.collected)
+            commit(store)
+
+        def lend(*args: Any) -> Encoded:
+            nonlocal encoded
+            encoded += 1
+            return lent(*args)
+
+        lent = encoders._lend
+        monkeypatch.setattr(encoders, "_lend", lend)
+        monkeypatch.setattr(PartitionStore, "commit", slow)
+        async with asyncio.timeout(100):
+            manifest = await job.collect_all()
+    assert manifest.samples.collected > 20
+    assert most > BLOCKS
