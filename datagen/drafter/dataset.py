@@ -147,7 +147,9 @@ class ManifestSource:
                 f"row {ref.row}: the loss mask is no context followed by a response",
                 where=self._root / self._shards[ref.shard].path,
             )
-        bits_TLH = reader.states(ref.row, tokens=slice(0, n_tokens))
+        bits_TLH = reader.states(
+            ref.row, tokens=slice(0, n_tokens), of=(ref.sample_id, ref.n_tokens)
+        )
         states_TLH = as_tensor(bits_TLH, self._dtype)
         n_layers = states_TLH.shape[1]
         kept = n_layers if self.info.final_norm == "none" else n_layers - 1

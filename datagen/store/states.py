@@ -222,7 +222,9 @@ class ShardReader:
         wanted = range(spec.n_layers) if layers is None else layers
         if not all(map(range(spec.n_layers).__contains__, wanted)) or tokens.step not in (None, 1):
             raise ValueError(f"layers {list(wanted)} of {spec.n_layers}, tokens {tokens}")
-        row = self._row(index, of, whole=layers is None and tokens == slice(None))
+        covered = tokens.stop is None or (of is not None and tokens.stop >= of[1])
+        whole = layers is None and tokens.start in (None, 0) and covered
+        row = self._row(index, of, whole=whole)
         try:
             return self._codec.decode(
                 row.exp, row.sm, row.n_tokens, spec.width, spec.hidden_size, self._params,

@@ -117,6 +117,22 @@ def test_a_manifest_gives_its_samples_with_their_states(manifest: Path) -> None:
     assert torch.equal(whole.ids_N[:7], cut.ids_N)
 
 
+@pytest.mark.parametrize("n_tokens", ["all", 7])
+def test_a_sample_trained_on_whole_is_asked_for_at_once(
+    manifest: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: str | int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "datagen.store.arrow_batches._Sealed._ask_for",
+        lambda _self, index, _begin, _end: asked.append(index),
+    )
+    source = ManifestSource(manifest)
+    refs = source.index("train", 0)[::-1]
+    for ref in refs:
+        source.read(ref, ref.n_tokens if n_tokens == "all" else 7)
+    assert asked == ([ref.row for ref in refs] if n_tokens == "all" else [])
+
+
 def test_threads_change_neither_order_nor_content(manifest: Path) -> None:
     source = ManifestSource(manifest)
     data = usable(source.index("train", 0), 64)
