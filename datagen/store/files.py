@@ -16,6 +16,8 @@ from datagen.errors import CorruptFile
 
 MOST_BYTES = 4 << 30  # of what is read whole: a journal of that size has 67 million records
 
+LEADS_OUT = "a link leads out of the run"
+
 Location = Path | str
 """A local path, or a URL that fsspec knows (`s3://bucket/run`)."""
 
@@ -37,12 +39,21 @@ def beside(where: Location, relative: str) -> Location:
     path = local_path(where)
     if path is not None:
         found = path.parent / relative
-        if not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(path.parent)):
-            raise CorruptFile(
-                "a link leads out of the run", where=found, fix="put the file itself there"
-            )
+        if not _inside(found, path.parent):
+            raise CorruptFile(LEADS_OUT, where=found, fix="put the file itself there")
         return found
     return f"{str(where).rpartition('/')[0]}/{relative}"
+
+
+def leading_out(folder: Path, run: Path) -> list[Path]:
+    """What of `folder`, itself or a file in it, a link leads out of the run. Raises OSError."""
+    if not _inside(folder, run):
+        return [folder]
+    return [path for path in sorted(folder.iterdir()) if not _inside(path, run)]
+
+
+def _inside(path: Path, root: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def read_bytes(where: Location) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 
 from datagen.errors import CorruptFile, RepairRefused
 from datagen.store.atomic import unlink_durably
+from datagen.store.files import LEADS_OUT, leading_out
 from datagen.store.findings import Fault
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
@@ -60,10 +61,16 @@ def repair_run(
                 where=layout.root / fault.file,
                 fix="restore this file from a copy, or collect into a new run",
             )
+    damaged = sorted({i for f in report.faults if (i := _partition_of(f)) is not None})
+    for root in (layout.partition(index).root for index in damaged):
+        for path in leading_out(root, layout.root) if root.is_dir() else ():
+            raise RepairRefused(
+                LEADS_OUT, where=path, fix="put what it leads to in its place, or remove it"
+            )
     checksums = _known_checksums(layout)
     digest, plan = Fingerprint.load(layout.fingerprint).digest, Plan.open(layout.plan)
     unlink_durably(layout.manifest)
-    for index in sorted({i for f in report.faults if (i := _partition_of(f)) is not None}):
+    for index in damaged:
         partition = layout.partition(index)
         if not partition.root.is_dir():
             continue  # the collect begins it anew

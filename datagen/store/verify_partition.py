@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import CorruptFile, DatagenError
 from datagen.store.arrow_part import SealedFile, examine_sealed, sha256_of
+from datagen.store.files import LEADS_OUT, leading_out
 from datagen.store.findings import Fault, Findings, relative_to
 from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
 from datagen.store.journal import Kind, read_journal
@@ -74,6 +75,11 @@ class PartitionCheck:
         self._findings.faults.append(Fault(relative_to(self._run_root, path), row, what))
 
     def _check(self) -> None:
+        strangers = leading_out(self._layout.root, self._run_root)
+        for path in strangers:
+            self._fault(path, None, LEADS_OUT)
+        if self._layout.root in strangers:
+            return  # no reader follows it
         prompts = self._plan.partition(self._index)
         planned = {(p.prompt_id, turn) for p in prompts for turn in range(p.n_turns)}
         self._read_journal(planned)

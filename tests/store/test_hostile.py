@@ -16,12 +16,14 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from datagen.errors import CorruptFile
+from datagen.errors import CorruptFile, RepairRefused
 from datagen.store.arrow_batches import open_batches
 from datagen.store.layout import RunLayout, part
 from datagen.store.manifest import Manifest
+from datagen.store.repair import repair_run
 from datagen.store.run_reader import RunReader
 from datagen.store.salvage import DamagedFile
+from datagen.store.verify import verify_run
 from tests.store.rows import SPEC, complete_run, states_like
 from tests.store.test_codecs import part_of
 
@@ -110,6 +112,38 @@ def test_a_link_out_of_the_run_is_not_followed(whole: Path, tmp_path: Path) -> N
         RunReader.open(root / "manifest.json")
     with pytest.raises(CorruptFile, match="leads out of the run"):
         Manifest.load(root / "manifest.json").require_files(root)
+    require_found(root, "partitions/00000")
+    assert any(outside.iterdir())
+
+
+@pytest.mark.parametrize("name", ["states-000.arrow", "responses-000.arrow", "journal.log"])
+def test_a_file_that_is_a_link_out_of_the_run_is_found(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    root, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(whole, root)
+    shutil.move(root / "partitions" / "00000" / name, outside)
+    (root / "partitions" / "00000" / name).symlink_to(outside)
+    require_found(root, f"partitions/00000/{name}")
+
+
+def require_found(root: Path, link: str) -> None:
+    """A verification names the link, and a repair lets everything be as it is."""
+    for quick in (True, False):
+        faults = [str(f) for f in verify_run(root, quick=quick).faults]
+        assert f"{link}: a link leads out of the run" in faults
+    with pytest.raises(RepairRefused, match="a link leads out of the run"):
+        repair_run(RunLayout(root))
+    assert RunLayout(root).manifest.exists()
+
+
+def test_a_link_within_the_run_is_followed(whole: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    (root / "partitions" / "00000").rename(root / "elsewhere")
+    (root / "partitions" / "00000").symlink_to(Path("..") / "elsewhere")
+    assert len(RunReader.open(root / "manifest.json").states(0))
+    assert verify_run(root).ok
 
 
 def test_a_run_reached_through_a_link_is_read(whole: Path, tmp_path: Path) -> None:
