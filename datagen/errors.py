@@ -42,6 +42,10 @@ class CorruptFile(DatagenError):
     """A file on disk fails its checksum, its schema or its own length."""
 
 
+class LimitReached(DatagenError):
+    """The system gives this process no more open files, or no more memory or mappings."""
+
+
 class StorageFull(DatagenError):
     """A file system has no room for the next write."""
 

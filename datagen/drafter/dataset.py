@@ -1,13 +1,14 @@
 """Samples of finished runs: an index of them, and the reading of one. The seam to the store.
 
 `StatesSource` is all that training knows of where states come from; `ManifestSource` is the one that
-reads a run's manifest and shards. Shards are opened once per thread: readers share no position.
+reads a run's manifest and shards. Threads share the open shards: reading has no position.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from datagen.drafter.rows import Sample
 from datagen.errors import ConfigError, CorruptFile
 from datagen.store.files import read_bytes
 from datagen.store.manifest import Manifest, ShardEntry
+from datagen.store.run_reader import MAX_OPEN
 from datagen.store.states import ShardReader
 
 FinalNorm = Literal["post", "pre", "none"]
@@ -86,7 +88,8 @@ class ManifestSource:
         self._shards: list[ShardEntry] = [
             f for split in self._manifest.splits.values() for f in split.states
         ]
-        self._readers = threading.local()
+        self._gate = threading.Lock()
+        self._readers: OrderedDict[int, ShardReader] = OrderedDict()  # the last used last
         states, target = self._manifest.states, self._manifest.target
         if states.dtype not in TORCH_DTYPES:
             raise ConfigError(f"states in {states.dtype} are not read", where=path)
@@ -162,10 +165,13 @@ class ManifestSource:
         )
 
     def _reader(self, shard: int) -> ShardReader:
-        readers: dict[int, ShardReader] = self._readers.__dict__.setdefault("shards", {})
-        if shard not in readers:
-            readers[shard] = ShardReader(self._root / self._shards[shard].path)
-        return readers[shard]
+        with self._gate:
+            if shard not in self._readers:
+                self._readers[shard] = ShardReader(self._root / self._shards[shard].path)
+                if len(self._readers) > MAX_OPEN:
+                    self._readers.popitem(last=False)
+            self._readers.move_to_end(shard)
+            return self._readers[shard]
 
 
 def as_tensor(bits: np.ndarray, dtype: torch.dtype) -> Tensor:

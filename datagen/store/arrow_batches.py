@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Protocol
 
@@ -151,7 +151,8 @@ class _Sealed:
         in_order, self._next = index == self._next, index + 1
         if self._mapping is not None and not in_order:
             begin -= begin % mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+            with suppress(OSError):  # no more than a hint
+                self._mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def _bytes(self, at: int, size: int) -> memoryview:
         if self._mapped is not None:

@@ -6,13 +6,16 @@ import errno
 import io
 import mmap
 import os
+import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from datagen.errors import CorruptFile
+from datagen.errors import CorruptFile, LimitReached
 
 MOST_BYTES = 4 << 30  # of what is read whole: a journal of that size has 67 million records
 
@@ -73,8 +76,12 @@ def read_bytes(where: Location) -> bytes:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """A file to read, which is one: a pipe would be waited for, a device may never end. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """A file to read, which is one: a pipe would be waited for, a device may never end.
+
+    Raises OSError, LimitReached.
+    """
+    with within_limits(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
@@ -85,26 +92,48 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def open_file(where: Location) -> pa.NativeFile:
-    """A file to read at any place: mapped, without a copy, where it is local. Raises OSError."""
+    """A file to read at any place: mapped, without a copy, where it is local.
+
+    Raises OSError, LimitReached.
+    """
     path = local_path(where)
     if path is not None:
         open_regular(path).close()
-        return pa.memory_map(str(path))
+        with within_limits(path):
+            return pa.memory_map(str(path))
     fs, name = _remote(where)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
 
 
 def map_file(where: Location) -> mmap.mmap | None:
-    """All of a local file, mapped; None where it is elsewhere. Raises OSError, ValueError when empty.
+    """All of a local file, mapped; None where it is elsewhere.
 
+    Raises OSError, LimitReached, ValueError when empty.
     Arrow's own mapping asks the system for whatever is taken out of it, which for a view of the whole
     is the whole file.
     """
     path = local_path(where)
     if path is None:
         return None
-    with open_regular(path) as f:
+    with open_regular(path) as f, within_limits(path):
         return mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+
+
+@contextmanager
+def within_limits(path: Path) -> Iterator[None]:
+    """LimitReached where an OSError says so: what the system has no more of tells nothing of a file."""
+    try:
+        yield
+    except OSError as e:
+        fixes = {
+            errno.EMFILE: f"at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files may be open "
+            "in a process: raise `ulimit -n`",
+            errno.ENFILE: "the whole system has too many files open: raise fs.file-max",
+            errno.ENOMEM: "no memory for a mapping: raise `ulimit -v` or vm.max_map_count",
+        }
+        if e.errno not in fixes:
+            raise
+        raise LimitReached("it cannot be opened", where=path, fix=fixes[e.errno]) from e
 
 
 def _remote(where: Location) -> tuple[Any, str]:

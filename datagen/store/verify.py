@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from datagen.errors import CorruptFile, DatagenError, VerifyFailed
+from datagen.errors import CorruptFile, DatagenError, LimitReached, VerifyFailed
 from datagen.store.findings import Fault as Fault
 from datagen.store.findings import relative_to
 from datagen.store.fingerprint import Fingerprint
@@ -82,7 +82,8 @@ def verify_run(
 
     Partitions are checked by `workers` threads at once, one a core by default: hashing, inflating
     and comparing leave the interpreter. `progress(done, total)` counts partitions, from this
-    thread. The report does not depend on the order. Raises VerifyFailed when `root` holds no run.
+    thread. The report does not depend on the order. Raises VerifyFailed when `root` holds no run,
+    LimitReached.
     """
     layout = RunLayout(root)
     if not layout.plan.exists() or not layout.fingerprint.exists():
@@ -99,6 +100,8 @@ def verify_run(
             raise CorruptFile("its content has not the digest it states", where=layout.plan)
         if plan.digest != fingerprint.fields.get("plan"):
             raise CorruptFile("it is not the plan of the fingerprint", where=layout.plan)
+    except LimitReached:
+        raise
     except DatagenError as e:
         report.faults.append(Fault(relative_to(root, e.where or root), None, e.what))
         return report
@@ -161,6 +164,8 @@ def _check_manifest(
             expect(f"states.{name}", described[name], found)
     try:
         made = merge_seals(layout, plan, manifest, manifest.created)
+    except LimitReached:
+        raise
     except (DatagenError, ValidationError) as e:
         where = e.where if isinstance(e, DatagenError) else None
         what = e.what if isinstance(e, DatagenError) else f"cannot be made anew: {e.errors()[0]}"

@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from datagen.errors import CorruptFile, DatagenError
+from datagen.errors import CorruptFile, DatagenError, LimitReached
 from datagen.store.arrow_part import SealedFile, examine_sealed, sha256_of
-from datagen.store.files import LEADS_OUT, leading_out
+from datagen.store.files import LEADS_OUT, leading_out, within_limits
 from datagen.store.findings import Fault, Findings, relative_to
 from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
 from datagen.store.journal import Kind, read_journal
@@ -61,10 +61,13 @@ class PartitionCheck:
         self._findings = Findings()
 
     def run(self) -> Findings:
-        """Check; never raises for what is wrong on disk."""
+        """Check; never raises for what is wrong on disk. Raises LimitReached."""
         if self._layout.root.is_dir():
             try:
-                self._check()
+                with within_limits(self._layout.root):
+                    self._check()
+            except LimitReached:
+                raise  # nothing is known then
             except DatagenError as e:
                 self._fault(e.where or self._layout.root, None, e.what)
             except OSError as e:

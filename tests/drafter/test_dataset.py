@@ -133,6 +133,16 @@ def test_a_sample_trained_on_whole_is_asked_for_at_once(
     assert asked == ([ref.row for ref in refs] if n_tokens == "all" else [])
 
 
+def test_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datagen.drafter.dataset.MAX_OPEN", 1)
+    source = ManifestSource(write_run(tmp_path / "run", tiny_target(tmp_path), train=4, heldout=2))
+    refs = source.index("train", 0) + source.index("heldout", 0)
+    assert len({ref.shard for ref in refs}) > 1
+    for ref in (*refs, *refs):
+        source.ids(ref)
+        assert list(source._readers) == [ref.shard]
+
+
 def test_threads_change_neither_order_nor_content(manifest: Path) -> None:
     source = ManifestSource(manifest)
     data = usable(source.index("train", 0), 64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -23,6 +25,7 @@ from datagen.store.manifest import Manifest
 from datagen.store.repair import repair_run
 from datagen.store.run_reader import RunReader
 from datagen.store.salvage import DamagedFile
+from datagen.store.states import ShardReader
 from datagen.store.verify import verify_run
 from tests.store.rows import SPEC, complete_run, states_like
 from tests.store.test_codecs import part_of
@@ -202,3 +205,61 @@ def test_salvage_does_not_allocate_what_a_damaged_buffer_states(tmp_path: Path) 
     found = DamagedFile("states", path, ends, ()).good_rows()
     assert list(found) == [0]
     assert pa.default_memory_pool().max_memory() - before < 1 << 32
+
+
+FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from datagen.errors import LimitReached
+from datagen.store.layout import RunLayout
+from datagen.store.repair import repair_run
+from datagen.store.run_reader import RunReader
+from datagen.store.salvage import DamagedFile
+from datagen.store.states import ShardReader
+from datagen.store.verify import verify_run
+root = Path(sys.argv[1])
+run = RunReader.open(root / "manifest.json")
+shard = RunLayout(root).partition(0).states(0)
+run.states(0), verify_run(root)  # what is imported, and threads
+held = [open("/dev/null")]
+resource.setrlimit(resource.RLIMIT_NOFILE, (held[0].fileno() + 1, 64))
+for what in (
+    lambda: RunReader.open(root / "manifest.json"), lambda: ShardReader(shard),
+    lambda: verify_run(root), lambda: repair_run(RunLayout(root)),
+    lambda: DamagedFile("states", shard, [], ()).good_rows(),
+):
+    try:
+        what()
+    except LimitReached as e:
+        assert "raise `ulimit -n`" in str(e) and "datagen verify" not in str(e), e
+    else:
+        raise SystemExit("not refused")
+"""
+
+
+def test_a_limit_of_the_system_is_no_damage_of_a_file(whole: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(whole, tmp_path / "run"))
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(root)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert verify_run(root).ok
+
+
+def test_advice_that_the_system_refuses_costs_nothing(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            asked.append(1)
+            raise OSError(errno.EAGAIN, "no advice now")
+
+    asked: list[int] = []
+    path = RunLayout(whole).partition(0).states(0)
+    with path.open("rb") as f:
+        mapping = Mapping(f.fileno(), 0, prot=mmap.PROT_READ)
+    monkeypatch.setattr("datagen.store.arrow_batches.map_file", lambda _: mapping)
+    shard = ShardReader(path)
+    assert len(shard.states(len(shard) - 1))
+    assert asked
