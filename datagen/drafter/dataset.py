@@ -144,15 +144,16 @@ class ManifestSource:
     def read(self, ref: SampleRef, n_tokens: int) -> Sample:
         """Ids and states of a sample; the mask must be 0 over a context and 1 after it."""
         reader = self._reader(ref.shard)
+        # First, for it asks for the row as a whole: ids, faulted in, would bring their neighbours along.
+        bits_TLH = reader.states(
+            ref.row, tokens=slice(0, n_tokens), of=(ref.sample_id, ref.n_tokens)
+        )
         ids, mask = self.ids(ref)
         if not (mask[ref.n_context :] == 1).all():
             raise CorruptFile(
                 f"row {ref.row}: the loss mask is no context followed by a response",
                 where=self._root / self._shards[ref.shard].path,
             )
-        bits_TLH = reader.states(
-            ref.row, tokens=slice(0, n_tokens), of=(ref.sample_id, ref.n_tokens)
-        )
         states_TLH = as_tensor(bits_TLH, self._dtype)
         n_layers = states_TLH.shape[1]
         kept = n_layers if self.info.final_norm == "none" else n_layers - 1

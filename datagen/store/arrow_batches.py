@@ -91,8 +91,7 @@ def open_batches(where: Location, *, end: int | None = None) -> Batches:
     Raises CorruptFile. Local files are mapped, not read.
     """
     with _damage_is_corruption(where, "no Arrow file can be read: "):
-        file = open_file(where)
-        batches = _Sealed(where, file) if end is None else _Growing(where, file, end)
+        batches = _Sealed(where) if end is None else _Growing(where, open_file(where), end)
         _require_names(batches.schema)
         return batches
 
@@ -106,8 +105,12 @@ def _require_names(schema: pa.Schema) -> None:
 class _Sealed:
     """A file with its footer."""
 
-    def __init__(self, where: Location, file: pa.NativeFile) -> None:
-        self._where, self._file = where, file
+    def __init__(self, where: Location) -> None:
+        self._where, self._mapping = where, map_file(where)
+        self._mapped = None if self._mapping is None else memoryview(self._mapping)
+        mapped = self._mapped is not None
+        file = pa.BufferReader(pa.py_buffer(self._mapped)) if mapped else open_file(where)
+        self._file: pa.NativeFile = file
         self._blocks = blocks_of(lambda at, n: memoryview(file.read_at(n, at)), file.size())
         self._reader = self._open()
         self.schema = self._reader.schema
@@ -115,8 +118,6 @@ class _Sealed:
             raise ValueError("its footer can be read in two ways")
         self._narrow: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
         self._messages: RowMessages | None = None
-        self._mapping = map_file(where)
-        self._mapped = None if self._mapping is None else memoryview(self._mapping)
         self._next = 0
 
     def _open(self, names: tuple[str, ...] = ()) -> pa.RecordBatchFileReader:

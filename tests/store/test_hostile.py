@@ -247,6 +247,19 @@ def test_a_limit_of_the_system_is_no_damage_of_a_file(whole: Path, tmp_path: Pat
     assert verify_run(root).ok
 
 
+def test_an_open_shard_is_one_file_and_one_mapping(whole: Path) -> None:
+    path = RunLayout(whole).partition(0).states(0)
+    shard = ShardReader(path)
+    shard.columns(0), shard.states(0)
+    assert Path("/proc/self/maps").read_text().count(f"{path}\n") == 1
+    links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert links.count(str(path)) == 1
+    plane = shard.raw_plane(0)
+    before = plane.copy()
+    del shard  # what was taken out of it stays
+    assert (plane == before).all()
+
+
 def test_advice_that_the_system_refuses_costs_nothing(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
