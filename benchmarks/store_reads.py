@@ -30,7 +30,8 @@ Read = Callable[[int], NDArray[np.uint16]]
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
     """Warm: CPU ms a read, a few dozen reads of each layout in turn. Cold: wall ms a read, the layouts' reads
     one after the other, nothing of the files in the page cache: they are closed, forgotten and opened again
-    (what is mapped cannot be forgotten), and the major faults say that the reads went to the disk.
+    (what is mapped cannot be forgotten), and the bytes that the disk gave, a read, say that it was asked. A
+    major fault is a page waited for; what was asked for beforehand, as `read` and advice do, has none.
 
     Each read delivers the sample's values, uint16, and sums them. The store also holds the row against
     the journal (its id, its tokens) and every size against the file; Arrow is given the row unvalidated.
@@ -43,7 +44,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
         assert np.array_equal(read(7).reshape(-1), parts[7].reshape(-1)), name
     warm = _warm(layouts)
     del layouts, read
-    cold, faults = _cold(folder, on_disk)
+    cold, faults, from_disk = _cold(folder, on_disk)
     raw = sum(p.nbytes for p in parts)
     table = {
         name: {
@@ -53,6 +54,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
             "cold_p50_ms": round(median(map(median, cold[name])), 4),
             "cold_to_store": _ratio([*map(median, cold[name])], [*map(median, cold["store"])]),
             "cold_major_faults": faults[name],
+            "cold_disk_bytes": from_disk[name],
         }
         for name in on_disk
     }
@@ -127,11 +129,14 @@ def _warm(layouts: dict[str, Read]) -> dict[str, list[float]]:
 
 def _cold(
     folder: Path, on_disk: dict[str, list[Path]]
-) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
-    """Layout -> wall ms of each read, by round; and major faults a read. No sample twice in a round."""
+) -> tuple[dict[str, list[list[float]]], dict[str, float], dict[str, int]]:
+    """Layout -> wall ms of each read, by round; major faults a read; bytes from the disk a read.
+
+    No sample twice in a round.
+    """
     rng = np.random.default_rng(1)
     spent: dict[str, list[list[float]]] = {name: [] for name in on_disk}
-    faults = dict.fromkeys(on_disk, 0)
+    faults, from_disk = dict.fromkeys(on_disk, 0), dict.fromkeys(on_disk, 0)
     for number in range(COLD_ROUNDS):
         for path in itertools.chain(*on_disk.values()):
             forget(path)
@@ -142,15 +147,27 @@ def _cold(
         times: dict[str, list[float]] = {name: [] for name in layouts}
         for turn, i in enumerate(order):
             for name in list(layouts)[:: 1 if (number + turn) % 2 else -1]:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+                before, disk = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, disk_bytes()
                 started = time.perf_counter()
                 layouts[name](i).sum()
                 times[name].append((time.perf_counter() - started) * 1e3)
                 faults[name] += resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
+                from_disk[name] += disk_bytes() - disk
         for name, each in times.items():
             spent[name].append(each)
         del layouts, read  # nothing stays mapped
-    return spent, {name: round(n / COLD_ROUNDS / COLD_READS, 2) for name, n in faults.items()}
+    reads = COLD_ROUNDS * COLD_READS
+    return (
+        spent,
+        {name: round(n / reads, 2) for name, n in faults.items()},
+        {name: round(n / reads) for name, n in from_disk.items()},
+    )
+
+
+def disk_bytes() -> int:
+    """What this process has had read from disks, reading ahead included."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"])
 
 
 def forget(path: Path) -> None:
