@@ -28,9 +28,9 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-# Values at a time: as many as the L2 cache holds, and in writing, where threads queue for the interpreter
-# between two steps over an array, twice as many.
-JOIN_VALUES, SPLIT_VALUES = 1 << 17, 1 << 18
+# Values at a time: as many as the L2 cache holds. Fewer, and threads queue for the interpreter between two
+# steps over an array; more, and a single thread is slower.
+STEP_VALUES = 1 << 17
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -89,7 +89,7 @@ def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> No
 
     Widths change by copies of their own: a ufunc that must also cast works through a small buffer.
     """
-    for at, wide, narrow in _chunks(rows_TW, SPLIT_VALUES):
+    for at, wide, narrow in _chunks(rows_TW):
         chunk = rows_TW[at : at + len(wide)]
         exponents, sm = exponents_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
         np.right_shift(chunk, 7, out=wide)
@@ -107,7 +107,7 @@ def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None
 
     With the exponent in its high byte and `sm` in its low one, a pattern is a bf16 turned by one bit.
     """
-    for at, wide, narrow in _chunks(out_TW, JOIN_VALUES):
+    for at, wide, narrow in _chunks(out_TW):
         out, sm = out_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
         np.add(exponents_TW[at : at + len(wide)], bias_W, out=narrow)
         np.copyto(out, narrow)
@@ -119,10 +119,10 @@ def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None
         np.bitwise_or(out, wide, out=out)
 
 
-def _chunks(values_TW: Bits, at_a_time: int) -> Iterator[tuple[int, Bits, Bytes]]:
+def _chunks(values_TW: Bits) -> Iterator[tuple[int, Bits, Bytes]]:
     """First tokens of chunks, with scratch uint16 and uint8 [chunk, W] for each."""
     n, width = values_TW.shape
-    step = max(1, at_a_time // width)
+    step = max(1, STEP_VALUES // width)
     wide, narrow = _of_thread.scratch(min(step, n), width)
     for at in range(0, n, step):
         yield at, wide[: n - at], narrow[: n - at]
