@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from datagen.drafter import gradients
 from datagen.drafter.gradients import Recorded, may_be_recorded, recorded_shapes
 from datagen.drafter.model import Drafter
 from datagen.drafter.ranks import Ranks
 from datagen.drafter.rows import Batch, pack, padded
 from datagen.drafter.settings import LossKind, RunConfig, TrainConfig
 from datagen.drafter.step import StepLoss, Sums, bad_samples, depth_weights
+from datagen.errors import ConfigError
 from tests.drafter.small import CPU, drafter, sample, target, vocab
 
 CUDA = torch.cuda.is_available()
@@ -90,8 +92,51 @@ def test_recorded_batches_have_at_most_four_shapes() -> None:
         assert -(-tokens // multiple) <= 4
 
 
-def test_a_cpu_several_ranks_and_recomputing_record_nothing() -> None:
-    assert not may_be_recorded(drafter(), RunConfig(), Ranks("cpu"))
+def test_the_device_that_is_asked_for_is_the_one_that_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[torch.device] = []
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: made.append(device))
+    assert Ranks("cuda:1").device == torch.device("cuda", 1)
+    assert current == made == [torch.device("cuda", 1)]
+    for name in ("cuda", "cpu"):
+        Ranks(name)
+    assert len(current) == 1, "neither names another device than the current one"
+
+
+@pytest.mark.skipif(CUDA, reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="'cuda:1' cannot be used"):
+        Ranks("cuda:1")
+
+
+class OneGPU(Ranks):
+    """A CUDA device that nothing is computed on."""
+
+    def __init__(self, *, count: int = 1, kind: str = "cuda") -> None:
+        self.device, self.count = torch.device(kind), count
+
+
+def test_each_reason_alone_keeps_a_step_from_being_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, how = drafter(), RunConfig()
+    assert may_be_recorded(model, how, OneGPU())
+    assert may_be_recorded(model, RunConfig(attention="flex"), OneGPU())
+    assert not may_be_recorded(model, how, OneGPU(kind="cpu"))
+    assert not may_be_recorded(model, how, OneGPU(count=2))
+    for other in (
+        RunConfig(recompute=True), RunConfig(attention="eager"), RunConfig(graphs=False),
+        RunConfig(compile=False),
+    ):  # fmt: skip
+        assert not may_be_recorded(model, other, OneGPU()), other
+    weights = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(gradients, "RECORDED_WEIGHTS", weights)
+    assert may_be_recorded(model, how, OneGPU())
+    monkeypatch.setattr(gradients, "RECORDED_WEIGHTS", weights - 1)
+    assert not may_be_recorded(model, how, OneGPU())
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
