@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from datagen.drafter.ranks import Ranks
 from datagen.drafter.rows import Batch, pack, padded
 from datagen.drafter.settings import LossKind, RunConfig, TrainConfig
 from datagen.drafter.step import StepLoss, Sums, bad_samples, depth_weights
+from datagen.drafter.vocab import DraftVocab
 from datagen.errors import ConfigError
-from tests.drafter.small import CPU, drafter, sample, target, vocab
+from tests.drafter.small import CPU, U, V, drafter, sample, target, vocab
 
 CUDA = torch.cuda.is_available()
 DEPTHS = 3
@@ -33,12 +35,17 @@ def as_one_more_sample(batch: Batch, of: Batch) -> Batch:
 
 
 def stepped(
-    batch: Batch, kind: LossKind, *, fixed: bool, drop_outside: bool = True
+    batch: Batch,
+    kind: LossKind,
+    *,
+    fixed: bool,
+    drop_outside: bool = True,
+    words: DraftVocab | None = None,
 ) -> tuple[Tensor, Sums, dict[str, Tensor]]:
     model = drafter()
     config = TrainConfig(depths=DEPTHS, loss=kind, drop_outside=drop_outside)
     module = StepLoss(
-        model, target(), vocab(), config, final_norm="post", attention="eager", compiled=False,
+        model, target(), words or vocab(), config, final_norm="post", attention="eager", compiled=False,
         fixed=fixed,
     )  # fmt: skip
     total, sums = module(batch, depth_weights(config, (20, 18, 16), 41, CPU))
@@ -71,6 +78,27 @@ def test_a_state_that_is_no_number_names_its_sample_with_fixed_shapes_too() -> N
     for other, fixed in ((batch, False), (grown, True)):
         _, sums, _ = stepped(other, "kl", fixed=fixed, drop_outside=False)
         assert bad_samples(batch, sums.bad_A) == ["s1"]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_damage_in_a_row_that_no_draft_token_can_hit_is_named_and_stops_training(
+    fixed: bool,
+) -> None:
+    batch = packed()
+    assert batch.final_AH is not None
+    row = batch.active[0] + 2
+    spoilt = batch.final_AH.clone()
+    spoilt[row] = torch.nan
+    batch = replace(batch, final_AH=spoilt)
+    chosen = int(target().choice(spoilt[row : row + 1]))
+    words = DraftVocab(np.array([n for n in range(V) if n != chosen][:U]), V)
+    assert not words.t2d[chosen], "what the NaN chooses is no draft token: its pairs do not train"
+    other = as_one_more_sample(padded(batch, 96, 32), batch) if fixed else batch
+    total, sums, grads = stepped(other, "kl", fixed=fixed, words=words)
+    assert bad_samples(batch, sums.bad_A) == ["s1"]
+    assert total.isnan()
+    assert sums.table_3K.isfinite().all()
+    assert all(g.isfinite().all() for g in grads.values()), "nothing of it reaches a weight"
 
 
 def test_padding_is_seen_by_nothing_and_no_row_twice() -> None:
