@@ -17,7 +17,7 @@ speculators  one forward and backward of its Eagle3DraftModel and of ours, same 
 ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`, on a made-up run of Kimi's
              dimensions: tokens/s of both, at least 0.9 x --ranks
 trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
-             replay no shorter than its best (AdamW, and its default, Muon)
+             replay at least its best run's (AdamW, and its default, Muon)
 
 Results go to benchmarks/results/finetune-<date>.json, one object per part; those of trainers and ranks
 after every run, so that one that is cut short leaves what it measured ("finished": false).

@@ -67,7 +67,7 @@ class StatesFaulty(DatagenError):
 
 
 class EncodingFailed(DatagenError):
-    """The processes that encode captures cannot be started, or die."""
+    """The processes that look at captures and encode them cannot be started, die, or cannot do it."""
 
 
 class PreflightRed(DatagenError):

@@ -80,7 +80,7 @@ async def datagen(
         rendering: Whose token ids contexts have: ours, the server's, or auto (ours where they agree).
         capture_mode: How hidden states travel: through the spool, or as json for small runs.
         final_endpoint: With json, a second server that hands over the final state.
-        encode_processes: That check and encode captures; 0 is threads, negative as this machine needs.
+        encode_processes: That check and encode captures of the spool; 0: threads, negative: as needed.
         accept_risk: Preflight checks that may be red, comma separated.
     """
     log = flow_logger()

@@ -21,9 +21,8 @@ from datagen.errors import MeasurementError
 from datagen.target.direct import open_directly
 
 STOP_S = 30.0
-HURRIED_S = (
-    8.0  # two servers and their measurement must end before Prefect kills a cancelled flow, at 30 s
-)
+# Two servers and their measurement must end before Prefect kills a cancelled flow, at 30 s.
+HURRIED_S = 8.0
 PR_SET_PDEATHSIG = 1
 ERROR = re.compile(r"^[\w.]*(Error|Exception)\b.*: ")
 

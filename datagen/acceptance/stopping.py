@@ -38,7 +38,7 @@ def run_until(stop: Stop, measurement: Coroutine[Any, Any, T]) -> T:
                 await asyncio.wait([task], timeout=LOOK_EVERY_S)
         except BaseException:
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.gather(task, return_exceptions=True)
             raise
         return task.result()
 

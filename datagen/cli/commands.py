@@ -101,7 +101,10 @@ def collect(
         str, typer.Option(help="json: a second server that hands over the final state.")
     ] = "",
     encode_processes: Annotated[
-        int, typer.Option(help="That check and encode captures; 0: threads; -1: as needed.")
+        int,
+        typer.Option(
+            help="That check and encode captures of the spool; 0: threads; -1: as needed."
+        ),
     ] = -1,
     accept_risk: Annotated[
         list[str] | None, typer.Option(help="A preflight check that may be red; repeatable.")

@@ -18,7 +18,6 @@ from datagen.capture.spool import SpoolError
 from datagen.collect.answers import fault
 from datagen.collect.context import Context
 from datagen.collect.workshop import Workshop
-from datagen.errors import StatesFaulty
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import answer_message, context_messages, split_turns
@@ -221,15 +220,13 @@ async def _capture(
         try:
             found = await encoders.examine(captured, len(ids), guards.spec)
             refused = guards.judge(found, endpoint.url, first=refused is None)
-        except SpoolError as e:
+            if refused is not None:
+                raise RowFailure(refused.reason, refused.detail)
+        except BaseException as e:  # whatever becomes of it, its file is not needed
             captured.discard()
-            raise RowFailure("capture_torn", str(e)) from e
-        except StatesFaulty:
-            captured.discard()
+            if isinstance(e, SpoolError):
+                raise RowFailure("capture_torn", str(e)) from e
             raise
-        if refused is not None:
-            captured.discard()
-            raise RowFailure(refused.reason, refused.detail)
         return captured
 
     async with shop.budget.hold(n_bytes):

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ from datagen.target.states import Captured
 
 BLOCKS = 3  # of a process: one is filled while others are written
 ATTEMPTS = 2
-PATIENCE_S = 300.0  # 128K tokens of Kimi's take 10 s
+PATIENCE_S, LOOK_PATIENCE_S = (
+    300.0,
+    25.0,
+)  # 128K tokens of Kimi's take 10 and 5 s; a row's deadline is longer
+FEWER = "lower --encode-processes and --spool-mib; everything collected is on disk"
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MIMALLOC_PURGE_DELAY": "-1",
@@ -72,7 +77,7 @@ class _Worker:
 class EncodeProcesses:
     """`count` processes for captures of `spec`. Made, used and closed within one event loop.
 
-    From the first samples of a run the codec learns on a thread here; what came as JSON is encoded there.
+    From the first samples of a run the codec learns on a thread here.
     """
 
     sums = True
@@ -84,20 +89,24 @@ class EncodeProcesses:
         self._encodes: deque[_Job] = deque()
         self._failed: EncodingFailed | None = None
         self._stillborn = 0
-        self._workers = {self._started() for _ in range(count)}
+        self._workers: set[_Worker] = set()
+        try:
+            for _ in range(count):
+                self._workers.add(self._started())
+        except OSError as e:
+            self.close()
+            raise EncodingFailed(f"no process can be started that encodes: {e}", fix=FEWER) from e
 
     @property
     def pids(self) -> list[int]:
         """Of the processes."""
         return [w.child.pid for w in self._workers]
 
-    async def examine(self, captured: Captured, n_tokens: int, spec: StatesSpec) -> Sound | Refused:
+    async def examine(self, captured: Captured, n_tokens: int, spec: StatesSpec) -> Sound | Refused:  # noqa: ARG002
         """Checksum and every value. Goes before what is to be encoded: a server's slot waits for it.
 
-        Raises SpoolError, EncodingFailed.
+        `spec`: that of these processes. Raises SpoolError, EncodingFailed.
         """
-        if captured.path is None:
-            return await self._threads.examine(captured, n_tokens, spec)
         request = {"path": str(captured.path), "n_tokens": n_tokens}
         found = await self._run(self._looks, _Job(request, self._loop.create_future()))
         if "sound" in found:
@@ -111,27 +120,24 @@ class EncodeProcesses:
         params = store.encode.settled
         if params is None:
             params = await self._threads.run(store.encode.learn, captured.rows)
-        if captured.path is not None:
-            request = {"path": str(captured.path), "params": base64.b64encode(params).decode()}
-            found = await self._run(
-                self._encodes, _Job(request, self._loop.create_future(), params)
-            )
-            if isinstance(found, Encoded):
-                return found
+        request = {"path": str(captured.path), "params": base64.b64encode(params).decode()}
+        found = await self._run(self._encodes, _Job(request, self._loop.create_future(), params))
+        if isinstance(found, Encoded):
+            return found
         return await self._threads.encode(store, captured)  # its file is gone, its rows are not
 
     def close(self) -> None:
-        """Drop what waits, and end the processes."""
+        """Drop what waits, and end the processes: what they work at is wanted no more."""
         for worker in self._workers:
             self._let_go(worker)
+            worker.child.kill()
         for worker in self._workers:
-            try:
-                worker.child.wait(10)
-            except subprocess.TimeoutExpired:
-                worker.child.kill()
-                worker.child.wait()
-        for job in (*self._looks, *self._encodes):
+            worker.child.wait()
+        at_work = [w.job for w in self._workers if w.job is not None]
+        for job in (*self._looks, *self._encodes, *at_work):
             job.done.cancel()
+        for left in (self._workers, self._looks, self._encodes):
+            left.clear()
         self._threads.close()
 
     # -- jobs ----------------------------------------------------------------------------------
@@ -146,17 +152,23 @@ class EncodeProcesses:
     def _match(self) -> None:
         """Give jobs to whoever is free."""
         for worker in [w for w in self._workers if w.ready and w.job is None]:
-            if self._looks:
-                self._give(worker, self._looks.popleft())
-            elif self._encodes and worker.free:
-                job = self._encodes.popleft()
-                job.request["block"] = worker.free.pop()
+            job = _wanted(self._looks)
+            if job is None and worker.free:
+                job = _wanted(self._encodes)
+                if job is not None:
+                    job.request["block"] = min(worker.free)
+                    worker.free.remove(job.request["block"])
+            if job is not None:
                 self._give(worker, job)
 
     def _give(self, worker: _Worker, job: _Job) -> None:
         worker.job = job
-        worker.alarm = self._loop.call_later(PATIENCE_S, worker.child.kill)
-        with contextlib.suppress(OSError):  # it has died, which its socket tells too
+        job.request["idle"] = [*worker.free]
+        patience_s = LOOK_PATIENCE_S if job.params is None else PATIENCE_S
+        worker.alarm = self._loop.call_later(patience_s, worker.child.kill)
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # its end tells that it died
             worker.channel.send(json.dumps(job.request).encode())
 
     def _heard(self, worker: _Worker) -> None:
@@ -182,7 +194,12 @@ class EncodeProcesses:
         if "exp" in said and not job.done.done():
             assert block is not None
             assert job.params is not None
-            job.done.set_result(self._lend(worker, block, said, job.params))
+            try:
+                job.done.set_result(self._lend(worker, block, said, job.params))
+            except OSError as e:  # of descriptors or of address space
+                worker.free.add(block)
+                why = f"what was encoded cannot be mapped: {e}"
+                job.done.set_exception(EncodingFailed(why, where=job.request["path"], fix=FEWER))
             return
         if block is not None:
             worker.free.add(block)
@@ -191,7 +208,8 @@ class EncodeProcesses:
         if "failed" in said:
             job.done.set_exception(
                 EncodingFailed(
-                    f"a capture cannot be encoded: {said['failed']}", where=job.request["path"]
+                    f"a capture cannot be looked at or encoded: {said['failed']}",
+                    where=job.request["path"],
                 )
             )
         else:
@@ -220,21 +238,30 @@ class EncodeProcesses:
 
     def _free(self, worker: _Worker, block: int) -> None:
         worker.free.add(block)
-        self._match()
+        if worker in self._workers:
+            self._match()
 
     # -- processes -----------------------------------------------------------------------------
 
     def _started(self) -> _Worker:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory = [os.memfd_create("datagen-encoded") for _ in range(BLOCKS)]
-        with theirs:
-            child = subprocess.Popen(
-                [
-                    sys.executable, "-P", "-m", encode_worker.__name__, str(theirs.fileno()),
-                    ",".join(map(str, memory)), json.dumps(asdict(self._spec)),
-                ],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *memory), env=_environment(),
-            )  # fmt: skip
+        """Raises OSError, and leaves nothing then."""
+        with ExitStack() as stack:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(ours.close)
+            memory: list[int] = []
+            for _ in range(BLOCKS):
+                memory.append(os.memfd_create("datagen-encoded"))
+                stack.callback(os.close, memory[-1])
+            with theirs:
+                child = subprocess.Popen(
+                    [
+                        sys.executable, "-P", "-m", encode_worker.__name__, str(theirs.fileno()),
+                        ",".join(map(str, memory)), json.dumps(asdict(self._spec)),
+                    ],
+                    stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *memory),
+                    env=_environment(), start_new_session=True,  # Ctrl-C is for us alone
+                )  # fmt: skip
+            stack.pop_all()
         ours.setblocking(False)
         worker = _Worker(child, ours, memory, [None] * BLOCKS, set(range(BLOCKS)))
         self._loop.add_reader(ours, self._heard, worker)
@@ -254,28 +281,33 @@ class EncodeProcesses:
         self._let_go(worker)
         worker.child.kill()
         ended = _ended(worker.child.wait())
-        job = worker.job
+        if worker.job is not None:
+            self._again(worker.job, ended)
         self._stillborn += not worker.ready
+        if self._failed is not None:
+            return
         if self._stillborn > len(self._workers) + 1:
             self._give_up(EncodingFailed(f"a process that encodes {ended} before it could begin"))
-        else:
-            self._workers.add(self._started())
-        if job is None:
             return
+        try:
+            self._workers.add(self._started())
+        except OSError as e:
+            why = f"a process that encodes {ended}, and no other can be started: {e}"
+            self._give_up(EncodingFailed(why, fix=FEWER))
+
+    def _again(self, job: _Job, ended: str) -> None:
+        """What a process had that died goes to the next, once."""
         job.lost += 1
         job.request.pop("block", None)
         if job.done.done():
             return
-        if job.lost < ATTEMPTS:
+        if self._failed is not None:
+            job.done.set_exception(self._failed)
+        elif job.lost < ATTEMPTS:
             (self._looks if job.params is None else self._encodes).appendleft(job)
-            return
-        job.done.set_exception(
-            EncodingFailed(
-                f"two processes died over one capture, the last {ended}",
-                where=job.request["path"],
-                fix="if memory is short, lower --spool-mib; everything collected is on disk",
-            )
-        )
+        else:
+            why = f"two processes died over one capture, the last {ended}"
+            job.done.set_exception(EncodingFailed(why, where=job.request["path"], fix=FEWER))
 
     def _give_up(self, why: EncodingFailed) -> None:
         self._failed = why
@@ -293,6 +325,15 @@ def _environment() -> dict[str, str]:
     )  # not what the present directory happens to hold
     path = os.pathsep.join(entry or root for entry in sys.path)
     return KEEP_MEMORY | os.environ | {"PYTHONPATH": path}
+
+
+def _wanted(jobs: deque[_Job]) -> _Job | None:
+    """The first that somebody still waits for, taken out."""
+    while jobs:
+        job = jobs.popleft()
+        if not job.done.done():
+            return job
+    return None
 
 
 def _ended(code: int) -> str:

@@ -4,10 +4,11 @@
 
 SOCKET, BLOCK: inherited descriptors, of a SOCK_SEQPACKET socket and of memory files. SPEC: the fields of a
 StatesSpec as JSON. It says `{}` once it can work. Then, one at a time, as JSON:
-    {"path", "n_tokens"}                    -> {"sound": norms} or {"refused": [reason, detail]}
-    {"path", "params" (base64), "block"}    -> {"exp": sizes, "sm": size, "shape"}: the frames one after the
-                                               other, then the plane, from the begin of the block on
-or {"torn": text}, {"gone": text}, {"failed": text}. It ends with the socket.
+    {"path", "idle", "n_tokens"}                 -> {"sound": norms} or {"refused": [reason, detail]}
+    {"path", "idle", "params" (base64), "block"} -> {"exp": sizes, "sm": size, "shape"}: the frames one after
+                                                    the other, then the plane, from the begin of the block on
+"idle": blocks that nobody looks at. Or {"torn": text}, {"gone": text}, {"failed": text}. It ends with the
+socket.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from datagen.store.guards import Sound, examine
 from datagen.store.states import StatesSpec, encode
 
 MESSAGE_BYTES = 1 << 20
-KEPT_BYTES = 128 << 20  # of a block: what a longer sample needed more is given back at the next one
+KEPT_BYTES = 128 << 20  # of a block: what a longer sample needed more is given back
 
 
 class Block:
@@ -41,12 +42,17 @@ class Block:
     def __init__(self, fd: int) -> None:
         self._fd, self._map = fd, mmap.mmap(-1, 1)
 
+    def shrink(self) -> None:
+        """Give back what a longer sample needed; nothing in it is wanted any more."""
+        if os.fstat(self._fd).st_size > KEPT_BYTES:
+            os.ftruncate(self._fd, KEPT_BYTES)
+            self._map = mmap.mmap(-1, 1)
+
     def fill(self, parts: Sequence[bytes | memoryview]) -> None:
         """Put `parts` there, one after the other."""
         needed = sum(map(len, parts))
-        size = os.fstat(self._fd).st_size
-        if size < needed or size > KEPT_BYTES >= needed:
-            os.ftruncate(self._fd, max(needed, min(size, KEPT_BYTES)))
+        if os.fstat(self._fd).st_size < needed:
+            os.ftruncate(self._fd, needed)
         if len(self._map) < needed:
             self._map = mmap.mmap(self._fd, needed)
         view, at = memoryview(self._map), 0
@@ -65,6 +71,8 @@ def serve(channel: socket.socket, blocks: Sequence[Block], spec: StatesSpec) -> 
 def answer(request: dict[str, Any], blocks: Sequence[Block], spec: StatesSpec) -> dict[str, Any]:
     """What is said to one request; no error of a capture ends the process."""
     path = Path(request["path"])
+    for idle in request["idle"]:
+        blocks[idle].shrink()
     try:
         if "n_tokens" in request:
             found = examine(rows_of(read_spool(path)), request["n_tokens"], spec)

@@ -7,7 +7,6 @@ captures from being asked for: the dispatcher feels it.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -19,6 +18,7 @@ from datagen.store.codecs import Encoded
 from datagen.store.guards import Refused, Sound, examine
 from datagen.store.partition import PartitionStore
 from datagen.store.states import StatesSpec
+from datagen.store.threads import usable_cpus
 from datagen.target.states import Captured
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class EncodePool:
     sums = False
 
     def __init__(self, threads: int | None = None) -> None:
-        count = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        count = threads or min(MAX_THREADS, usable_cpus())
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="encode")
         self._room = asyncio.Semaphore(count * QUEUED_PER_THREAD)
 
@@ -79,15 +79,14 @@ class EncodePool:
 
 
 def processes_for(asked: int | None, *, wide: bool) -> int:
-    """How many processes should encode; 0 is the threads of this one.
+    """How many processes should encode; 0 is the threads of this one. `asked`: the user's own number.
 
     One process's threads take turns at the interpreter and at its memory map: at Kimi's width they came
-    to 1.7 CPUs of 16, and 0.7 GB/s. A narrow capture costs less to encode than to tell of it. `asked`:
-    the user's own number.
+    to 1.7 CPUs of 16, and 0.7 GB/s. A narrow capture costs less to encode than to tell of it.
     """
-    cpus = len(os.sched_getaffinity(0))
     if asked is not None:
         return asked
+    cpus = usable_cpus()
     return min(MAX_PROCESSES, cpus * 5 // 8) if wide and cpus >= FEWEST_CPUS else 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +16,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.multiprocessing  # tensors then come from processes in shared memory
 
 from datagen.drafter.dataset import StatesSource
+from datagen.drafter.decoders import live_with_trainer, share, unstoppable
 from datagen.drafter.packing import Usable
 from datagen.drafter.rows import Batch, pack, padded
 from datagen.errors import TrainingFailed
@@ -83,9 +82,16 @@ class Loader:
         stack.callback(hands.shutdown, wait=True, cancel_futures=True)
         plain = replace(self, pin=False, processes=False)
         context = multiprocessing.get_context("spawn")  # forked, it would hold the trainer's CUDA
-        pool = ProcessPoolExecutor(self.threads, context, _open, (plain,))
+        with _started():
+            pool = ProcessPoolExecutor(self.threads, context, _open, (plain,))
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        return lambda numbers: hands.submit(_received, pool.submit(_batch, numbers), self.pin)
+
+        def submit(numbers: Sequence[int]) -> Future[Batch]:
+            with _started(), unstoppable():  # it starts processes while there are too few
+                coming = pool.submit(_batch, numbers)
+            return hands.submit(_received, coming, self.pin)
+
+        return submit
 
 
 _own: Loader | None = None
@@ -94,25 +100,47 @@ _own: Loader | None = None
 
 def _open(loader: Loader) -> None:
     global _own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's; it ends its processes itself
+    live_with_trainer()
     torch.set_num_threads(1)
     _own = loader
 
 
 def _batch(numbers: Sequence[int]) -> Batch:
     assert _own is not None
-    return _own.batch(numbers)
+    batch = _own.batch(numbers)
+    share(batch)
+    return batch
 
 
 def _received(future: Future[Batch], pin: bool) -> Batch:
     try:
         batch = future.result()
     except BrokenProcessPool as e:
-        raise TrainingFailed(
-            "a process that decodes shards ended by itself",
-            fix="see whether memory or /dev/shm ran out; --no-graphs decodes in threads",
-        ) from e
+        raise _ended() from e
     return batch.pinned() if pin else batch
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[None]:
+    """Around what starts processes: the pool's own faults as TrainingFailed."""
+    try:
+        yield
+    except BrokenProcessPool as e:
+        raise _ended() from e
+    except OSError as e:
+        raise TrainingFailed(
+            f"the processes that decode shards cannot be started: {e}",
+            fix="see whether memory, /dev/shm, processes or open files (ulimit) ran out; "
+            "--no-graphs decodes in threads",
+        ) from e
+
+
+def _ended() -> TrainingFailed:
+    return TrainingFailed(
+        "a process that decodes shards ended by itself",
+        fix="see whether memory, /dev/shm or open files (ulimit -n) ran out; "
+        "--no-graphs decodes in threads",
+    )
 
 
 def idle_copy(batch: Batch) -> Batch:

@@ -107,11 +107,12 @@ def pair_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(weighted sum, loss of each pair [P], draft argmax [P]); only the first carries a gradient.
 
-    `h_PH`: after the norm. `weight_P`: what a pair's loss counts in the sum.
+    `h_PH`: after the norm. `weight_P`: what a pair's loss counts in the sum. The loss of a pair that
+    does not train is 0, whatever its states hold.
     """
     total, loss_P, choice_P = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        h_PH, head_UH, goal.logits_AU, pairs.target_P, pairs.draft_label_P, weight_P, kind,
-        compiled,
+        h_PH, head_UH, goal.logits_AU, pairs.target_P, pairs.draft_label_P, weight_P,
+        pairs.trained_P, kind, compiled,
     )  # fmt: skip
     return total, loss_P, choice_P
 
@@ -120,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, h_PH: Tensor, head_UH: Tensor, logits_AU: Tensor | None, target_P: Tensor,
-        label_P: Tensor, weight_P: Tensor, kind: LossKind, compiled: bool,
+        label_P: Tensor, weight_P: Tensor, trained_P: Tensor | None, kind: LossKind, compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wanted = any(ctx.needs_input_grad[:2])
         weight_UH = head_UH.to(h_PH.dtype)
@@ -137,10 +138,14 @@ class _HeadLoss(torch.autograd.Function):
             losses.append(loss_C)
             if grad_PH is not None and grad_UH is not None:
                 slope_CU = (slope_CU * weight_P[z, None]).to(h_PH.dtype)
+                if trained_P is not None:  # a weight of 0 does not: 0 x NaN is NaN
+                    slope_CU.masked_fill_(~trained_P[z, None], 0.0)
                 grad_PH[z] = slope_CU @ weight_UH
                 grad_UH += (slope_CU.t() @ h_PH[z]).to(grad_UH.dtype)
         empty = h_PH.new_zeros(0, dtype=torch.float32)
         loss_P = torch.cat([empty, *losses])
+        if trained_P is not None:
+            loss_P = loss_P.where(trained_P, 0.0)
         choice_P = torch.cat([empty.long(), *choices])
         if grad_PH is not None:
             ctx.save_for_backward(grad_PH, grad_UH)
@@ -154,6 +159,7 @@ class _HeadLoss(torch.autograd.Function):
         return (
             grad_PH * scale.to(grad_PH.dtype),
             grad_UH * scale,
+            None,
             None,
             None,
             None,

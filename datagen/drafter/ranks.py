@@ -28,6 +28,9 @@ class Ranks:
         try:
             self.device = torch.device(device)
             torch.zeros(1, device=self.device)
+            if self.device.type == "cuda" and self.device.index is not None:
+                # A CUDA graph is recorded on the current device, whatever device its tensors are on.
+                torch.cuda.set_device(self.device)
         except (RuntimeError, AssertionError) as e:
             raise ConfigError(f"device '{device}' cannot be used: {e}", fix="use cpu") from e
 

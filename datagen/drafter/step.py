@@ -20,7 +20,7 @@ from datagen.drafter.vocab import DraftVocab
 
 @dataclass(slots=True)
 class Sums:
-    """By depth: summed loss, trained pairs, hits among them [3, K]; and rows whose loss is no number."""
+    """By depth: summed loss, trained pairs, hits among them [3, K]; and rows with what is no number."""
 
     table_3K: Tensor
     bad_A: Tensor
@@ -29,6 +29,7 @@ class Sums:
 class StepLoss(nn.Module):
     """`forward(batch, weight_K)`: (sum over pairs of weight[depth] x loss, Sums).
 
+    The sum is NaN where a row of the mask is damaged, whether it trains or not.
     `fixed`: the kernels depend on nothing but the batch's shapes, so that they can be recorded.
     """
 
@@ -70,15 +71,27 @@ class StepLoss(nn.Module):
         with torch.no_grad():
             hit_P = (choice_P == pairs.draft_label_P).float()
             values_P3 = torch.stack([loss_P, torch.ones_like(loss_P), hit_P], dim=1)
-            bad_P = ~loss_P.isfinite()
             if pairs.trained_P is not None:
                 values_P3 = values_P3.where(pairs.trained_P[:, None], 0.0)
-                bad_P &= pairs.trained_P
             table_K3 = torch.zeros(config.depths, 3, device=loss_P.device)
             table_K3.index_add_(0, pairs.depth_P, values_P3)
             bad_A = torch.zeros(len(h_AKH), device=loss_P.device)
-            bad_A.index_add_(0, pairs.row_P, bad_P.float())
-        return total, Sums(table_K3.t(), bad_A > 0)
+            bad_A.index_add_(0, pairs.row_P, (~loss_P.isfinite()).float())
+            bad_A = (bad_A > 0) | _damaged(batch, h_AKH, goal)
+            # Damage stops training also where the choice that it spoils keeps its rows from training.
+            stop = torch.zeros_like(total).masked_fill(bad_A.any(), torch.nan)
+        return total + stop, Sums(table_K3.t(), bad_A)
+
+
+def _damaged(batch: Batch, h_AKH: Tensor, goal: Goal) -> Tensor:
+    """bool [A]: rows with a pair of the mask whose state or goal is no number.
+
+    Before goals outside the draft vocabulary are left out: which token a NaN chooses says nothing.
+    """
+    sound_AK = h_AKH.sum(-1, dtype=torch.float32).isfinite()
+    if goal.logits_AU is not None:
+        sound_AK &= goal.logits_AU.sum(-1).isfinite()[batch.target_AK]
+    return (batch.mask_AK & ~sound_AK).any(dim=1)
 
 
 def depth_weights(
@@ -104,6 +117,6 @@ def row_loss(by_depth: Sequence[float], decay: float) -> float:
 
 
 def bad_samples(batch: Batch, bad_A: Tensor) -> list[str]:
-    """Samples with a row whose loss is no number."""
+    """Samples with a row whose loss, state or goal is no number."""
     parts = torch.split(bad_A.cpu()[: sum(batch.active)], list(batch.active))
     return [s for s, part in zip(batch.sample_ids, parts, strict=True) if bool(part.any())]

@@ -41,7 +41,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`held`: no row is sent while it is true, looked at with each answer and every TICK_S."""
-        self._held = held
+        self._held, self._sendable_since = held, clock()
         self._config = config = config or DispatchConfig()
         self._clock = clock
         self._servers = [Server(s, config.window, config.breaker, config.pace) for s in servers]
@@ -253,9 +253,7 @@ class Dispatcher:
     def _endpoint_failed(self, row: Row, server: Server, e: EndpointFailure) -> None:
         server.failures[e.reason] += 1
         gone = e.reason in ("unreachable", "connection_lost")
-        if gone and server.breaker.closed:
-            server.window.reset()
-        server.breaker.failed(self._clock(), str(e), fatal=gone, gone=gone)
+        server.failed(self._clock(), str(e), gone=gone)
         if e.in_flight:
             self._survived_a_death(row, server, str(e))
         else:
@@ -290,8 +288,11 @@ class Dispatcher:
                     server.polling = self._spawn(self._poll(server))
                 if server.watchdog.stalled(now, server.window.in_flight):
                     self._give_up(server, now)
-            lost = given_up(self._servers, self._queue.roles, now, self._config.patience_s)
-            if lost:
+            if self._held():
+                self._sendable_since = now  # a server cannot show that it is back
+            patience_s = self._config.patience_s
+            lost = given_up(self._servers, self._queue.roles, now, patience_s)
+            if lost and now - self._sendable_since > patience_s:
                 self._despair(lost, now)
             self._pump()
             await asyncio.sleep(TICK_S)
@@ -331,8 +332,8 @@ class Dispatcher:
             load = await server.endpoint.load()
         except (RequestFailure, TimeoutError) as e:
             load = None  # its rows will show what is wrong
-            if isinstance(e, RequestFailure) and e.reason == "unreachable":  # or it has none to
-                server.breaker.failed(self._clock(), str(e), fatal=True, gone=True)
+            if isinstance(e, RequestFailure) and e.reason == "unreachable":  # unless it has none
+                server.failed(self._clock(), str(e), gone=True)
         finally:
             server.polling, server.polled_at = None, self._clock()
         if load is not None:

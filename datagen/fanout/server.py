@@ -84,6 +84,12 @@ class Server:
         self.breaker.last_failure = why
         self.paused_until = now + min(wait_s, LONGEST_PAUSE_S)
 
+    def failed(self, now: float, why: str, *, gone: bool) -> None:
+        """It failed; `gone`: its process seems to be, and the next one's window is a new server's."""
+        if gone and self.breaker.closed:
+            self.window.reset()
+        self.breaker.failed(now, why, fatal=gone, gone=gone)
+
     def out_for(self, now: float) -> float:
         """Seconds for which it has done no work: its breaker is open, or it is full without end."""
         full_for = 0.0 if self.refused_since is None else now - self.refused_since

@@ -25,12 +25,8 @@ class Encoder:
         self._gate, self._seen = threading.Lock(), list[NDArray[np.uint16]]()
         self.params: bytes | None = None
         """What the next sample is encoded with."""
-
-    @property
-    def settled(self) -> bytes | None:
+        self.settled: bytes | None = None
         """What every later sample is encoded with, here or elsewhere; None while it is still learnt."""
-        with self._gate:
-            return self.params if len(self._seen) >= self._refit_after else None
 
     def __call__(self, rows_TW: NDArray[np.uint16]) -> Encoded:
         """One sample, uint16 [n, W]. Raises ValueError on another width."""
@@ -61,4 +57,6 @@ class Encoder:
             if len(self._seen) == self._refit_after:
                 self.params = fit(self._spec, np.concatenate(self._seen))
                 self._seen = [rows_TW[:0]] * self._refit_after  # the tokens are not needed any more
+        if len(self._seen) >= self._refit_after:
+            self.settled = self.params
         return self.params

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +20,7 @@ from datagen.store.layout import RunLayout
 from datagen.store.manifest import Manifest, merge_seals
 from datagen.store.plan import Plan
 from datagen.store.states import StatesSpec
+from datagen.store.threads import usable_cpus
 from datagen.store.verify_partition import PartitionCheck
 
 
@@ -107,7 +107,7 @@ def verify_run(
         return report
     report.counts.update(partitions=plan.n_partitions, planned=plan.n_samples)
     specs: set[StatesSpec] = set()
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(workers or usable_cpus()) as pool:
         checks = [
             pool.submit(PartitionCheck(layout, plan, fingerprint.digest, i, quick=quick).run)
             for i in range(plan.n_partitions)

@@ -79,6 +79,7 @@ async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: boo
     note = path.with_name(path.name + ".err")
     loop = asyncio.get_running_loop()
     deadline, pause = loop.time() + patience_s, 0.002
+    was_empty = False
     while True:
         try:
             if summed and n_bytes > READ_ASIDE_BYTES:
@@ -94,6 +95,10 @@ async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: boo
         except FileNotFoundError:
             pass
         else:
+            if not detail and not was_empty:  # it may be on its way
+                was_empty = True
+                await asyncio.sleep(0.05)
+                continue
             discard(path)
             if not detail or detail.startswith(NO_ROOM):  # where nothing fits, no note does
                 raise CapacityFailure(SPOOL_FULL, detail)

@@ -40,7 +40,7 @@ from datagen.target.tokens import Message
 
 ABORT_GRACE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
-IDLE_CLOSE_S = 1.0
+IDLE_CLOSE_S = 1.0  # after which a row is not sent again unasked; no engine is replaced in less
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 
 from datagen.capture.spool import SpoolError, write_spool
-from datagen.collect import encode_processes
+from datagen.collect import encode_processes, encode_worker
 from datagen.collect.encode_processes import BLOCKS, EncodeProcesses
 from datagen.collect.encoding import processes_for, writers_for
 from datagen.collect.job import CollectJob
@@ -135,9 +137,9 @@ async def test_what_is_encoded_and_not_written_is_bounded_and_never_overwritten(
             await pool.encode(store, spooled(tmp_path, r, f"s{n}"))
             for n, r in enumerate(rows[:BLOCKS])
         ]
-        third = asyncio.create_task(pool.encode(store, spooled(tmp_path, rows[2], "s2")))
+        next_one = asyncio.create_task(pool.encode(store, spooled(tmp_path, rows[-1], "next")))
         await asyncio.sleep(0.1)
-        assert not third.done()
+        assert not next_one.done()
         assert isinstance(  # looking needs no room
             await pool.examine(spooled(tmp_path, rows[3], "s3"), 50, SPEC), Sound
         )
@@ -148,7 +150,7 @@ async def test_what_is_encoded_and_not_written_is_bounded_and_never_overwritten(
         kept = held[1].exp[0]  # a part of what was lent keeps the whole
         held.clear()
         del encoded
-        assert bytes((await third).sm) == bytes(encode(SPEC, params, rows[2]).sm)
+        assert bytes((await next_one).sm) == bytes(encode(SPEC, params, rows[-1]).sm)
         assert bytes(kept) == bytes(encode(SPEC, params, rows[1]).exp[0])
     store.close()
 
@@ -179,12 +181,80 @@ async def test_a_killed_process_is_replaced_and_its_job_done(tmp_path: Path) -> 
 async def test_a_capture_over_which_two_processes_die_ends_the_run_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode_processes, "PATIENCE_S", 0.0)  # every job takes too long
+    monkeypatch.setattr(encode_processes, "LOOK_PATIENCE_S", 0.0)  # every job takes too long
     async with processes() as pool:
         with pytest.raises(EncodingFailed, match="two processes died over one capture") as error:
             await pool.examine(spooled(tmp_path, states_like(9, seed=1)), 9, SPEC)
         assert "signal 9" in str(error.value)
         assert "x.safetensors" in str(error.value)
+
+
+async def test_a_process_that_cannot_be_replaced_is_an_error_not_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with processes() as pool:
+        captured = spooled(tmp_path, states_like(9, seed=1))
+        assert isinstance(await pool.examine(captured, 9, SPEC), Sound)
+
+        def refused(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOMEM, "no memory")
+
+        monkeypatch.setattr("datagen.collect.encode_processes.subprocess.Popen", refused)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        under_way = asyncio.create_task(pool.examine(captured, 9, SPEC))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        for asked in (under_way, pool.examine(captured, 9, SPEC)):
+            with pytest.raises(EncodingFailed, match=r"no other can be started.*no memory"):
+                await asked
+    with pytest.raises(EncodingFailed, match=r"no process can be started.*no memory"):
+        EncodeProcesses(SPEC, 2)
+
+
+async def test_what_cannot_be_mapped_is_an_error_not_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "store")
+    store.encode(states_like(50, seed=0))
+    async with processes() as pool:
+        captured = spooled(tmp_path, states_like(50, seed=1))
+        await pool.examine(captured, 50, SPEC)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.ExitStack() as taken:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            with pytest.raises(EncodingFailed, match="cannot be mapped"):
+                await pool.encode(store, captured)
+        assert isinstance(await pool.encode(store, captured), Encoded)
+    store.close()
+
+
+async def test_they_end_at_once_whatever_they_do(tmp_path: Path) -> None:
+    pool = EncodeProcesses(SPEC, 2)
+    await pool.examine(spooled(tmp_path, states_like(9, seed=1)), 9, SPEC)
+    pids = pool.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 2
+    assert not any(map(alive, pids))
+
+
+def test_a_block_gives_back_what_one_long_sample_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_worker, "KEPT_BYTES", 1 << 20)
+    fd = os.memfd_create("block")
+    block = encode_worker.Block(fd)
+    block.fill([bytes(3 << 20)])
+    block.shrink()
+    assert os.fstat(fd).st_size == 1 << 20
+    block.fill([b"a" * (2 << 20)])
+    assert os.pread(fd, 4, (2 << 20) - 4) == b"aaaa"
+    os.close(fd)
 
 
 async def test_processes_that_cannot_begin_are_an_error_not_a_wait(

@@ -21,6 +21,7 @@ from datagen.store.encoder import Encoder
 from datagen.store.layout import PartitionLayout
 from datagen.store.partition import PartitionStore
 from datagen.store.states import ShardReader, StatesSpec, encode, fit, to_batch
+from datagen.store.threads import usable_cpus
 from datagen.store.verify import verify_run
 from datagen.target.states import Captured
 from tests.collect.harness import Bench
@@ -193,3 +194,16 @@ async def test_slow_encoding_holds_back_captures_not_answers(
     assert manifest.samples.pending == 0
     assert manifest.samples.collected == manifest.samples.planned
     assert verify_run(bench.folder / "held").ok
+
+
+@pytest.mark.parametrize(
+    ("said", "cpus"), [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), (None, 16)]
+)
+def test_a_container_is_asked_for_no_more_cpus_than_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, cpus: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    quota = tmp_path / "cpu.max"
+    if said is not None:
+        quota.write_text(said + "\n")
+    assert usable_cpus(quota) == cpus

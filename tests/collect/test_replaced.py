@@ -14,6 +14,7 @@ from datagen.collect.gate import PartitionGate
 from datagen.errors import EndpointDown
 from datagen.store.run_status import run_status
 from datagen.store.verify import verify_run
+from datagen.target.client import IDLE_CLOSE_S
 from tests.collect.harness import Bench, responses, rows_done
 from tests.scripted_target import app
 from tests.tiny import CONTEXT, free_port
@@ -65,6 +66,7 @@ async def test_a_server_replaced_by_another_model_gets_no_rows_of_the_run(tmp_pa
             assert not under_way.done(), under_way.result()
             await asyncio.sleep(0.02)
     assert "/generate" in asked
+    await asyncio.sleep(IDLE_CLOSE_S + 0.1)
     async with serving(port, tmp_path / "spool", "two") as asked:
         said = await under_way
     assert "came back as another one, it differs in revision: two against one" in said

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from datagen.drafter import gradients
 from datagen.drafter.gradients import Recorded, may_be_recorded, recorded_shapes
 from datagen.drafter.model import Drafter
 from datagen.drafter.ranks import Ranks
 from datagen.drafter.rows import Batch, pack, padded
 from datagen.drafter.settings import LossKind, RunConfig, TrainConfig
 from datagen.drafter.step import StepLoss, Sums, bad_samples, depth_weights
-from tests.drafter.small import CPU, drafter, sample, target, vocab
+from datagen.drafter.vocab import DraftVocab
+from datagen.errors import ConfigError
+from tests.drafter.small import CPU, U, V, drafter, sample, target, vocab
 
 CUDA = torch.cuda.is_available()
 DEPTHS = 3
@@ -31,12 +35,17 @@ def as_one_more_sample(batch: Batch, of: Batch) -> Batch:
 
 
 def stepped(
-    batch: Batch, kind: LossKind, *, fixed: bool, drop_outside: bool = True
+    batch: Batch,
+    kind: LossKind,
+    *,
+    fixed: bool,
+    drop_outside: bool = True,
+    words: DraftVocab | None = None,
 ) -> tuple[Tensor, Sums, dict[str, Tensor]]:
     model = drafter()
     config = TrainConfig(depths=DEPTHS, loss=kind, drop_outside=drop_outside)
     module = StepLoss(
-        model, target(), vocab(), config, final_norm="post", attention="eager", compiled=False,
+        model, target(), words or vocab(), config, final_norm="post", attention="eager", compiled=False,
         fixed=fixed,
     )  # fmt: skip
     total, sums = module(batch, depth_weights(config, (20, 18, 16), 41, CPU))
@@ -71,6 +80,27 @@ def test_a_state_that_is_no_number_names_its_sample_with_fixed_shapes_too() -> N
         assert bad_samples(batch, sums.bad_A) == ["s1"]
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_damage_in_a_row_that_no_draft_token_can_hit_is_named_and_stops_training(
+    fixed: bool,
+) -> None:
+    batch = packed()
+    assert batch.final_AH is not None
+    row = batch.active[0] + 2
+    spoilt = batch.final_AH.clone()
+    spoilt[row] = torch.nan
+    batch = replace(batch, final_AH=spoilt)
+    chosen = int(target().choice(spoilt[row : row + 1]))
+    words = DraftVocab(np.array([n for n in range(V) if n != chosen][:U]), V)
+    assert not words.t2d[chosen], "what the NaN chooses is no draft token: its pairs do not train"
+    other = as_one_more_sample(padded(batch, 96, 32), batch) if fixed else batch
+    total, sums, grads = stepped(other, "kl", fixed=fixed, words=words)
+    assert bad_samples(batch, sums.bad_A) == ["s1"]
+    assert total.isnan()
+    assert sums.table_3K.isfinite().all()
+    assert all(g.isfinite().all() for g in grads.values()), "nothing of it reaches a weight"
+
+
 def test_padding_is_seen_by_nothing_and_no_row_twice() -> None:
     batch = packed()
     grown = padded(batch, 96, 32)
@@ -90,8 +120,50 @@ def test_recorded_batches_have_at_most_four_shapes() -> None:
         assert -(-tokens // multiple) <= 4
 
 
-def test_a_cpu_several_ranks_and_recomputing_record_nothing() -> None:
-    assert not may_be_recorded(drafter(), RunConfig(), Ranks("cpu"))
+def test_the_device_that_is_asked_for_is_the_one_that_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[torch.device] = []
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: made.append(device))
+    assert Ranks("cuda:1").device == torch.device("cuda", 1)
+    assert current == made == [torch.device("cuda", 1)]
+    for name in ("cuda", "cpu"):
+        Ranks(name)
+    assert len(current) == 1, "neither names another device than the current one"
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="'cuda:63' cannot be used"):
+        Ranks("cuda:63")
+
+
+class OneGPU(Ranks):
+    """A CUDA device that nothing is computed on."""
+
+    def __init__(self, *, count: int = 1, kind: str = "cuda") -> None:
+        self.device, self.count = torch.device(kind), count
+
+
+def test_each_reason_alone_keeps_a_step_from_being_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, how = drafter(), RunConfig()
+    assert may_be_recorded(model, how, OneGPU())
+    assert may_be_recorded(model, RunConfig(attention="flex"), OneGPU())
+    assert not may_be_recorded(model, how, OneGPU(kind="cpu"))
+    assert not may_be_recorded(model, how, OneGPU(count=2))
+    for other in (
+        RunConfig(recompute=True), RunConfig(attention="eager"), RunConfig(graphs=False),
+        RunConfig(compile=False),
+    ):  # fmt: skip
+        assert not may_be_recorded(model, other, OneGPU()), other
+    weights = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(gradients, "RECORDED_WEIGHTS", weights)
+    assert may_be_recorded(model, how, OneGPU())
+    monkeypatch.setattr(gradients, "RECORDED_WEIGHTS", weights - 1)
+    assert not may_be_recorded(model, how, OneGPU())
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

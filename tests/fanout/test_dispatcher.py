@@ -106,6 +106,23 @@ async def test_nothing_is_sent_while_rows_are_held_back() -> None:
         await asyncio.wait_for(asyncio.gather(*asked), 5)
 
 
+async def test_a_server_is_not_given_up_while_nothing_may_be_sent_to_it() -> None:
+    """What is full for a moment cannot show that it has room again."""
+    full = CapacityFailure("http_503", "full", retry_after_s=0.01)
+    server, held = Scripted("a", fails_first(1, full)), False
+    specs = [ServerSpec(server)]  # type: ignore[arg-type]
+    config = DispatchConfig(breaker=FAST, patience_s=3 * TICK_S)
+    async with Dispatcher(specs, config, held=lambda: held) as d:
+        asked = asyncio.create_task(d.run(row()))
+        await asyncio.sleep(0.005)
+        assert server.calls
+        held = True
+        await asyncio.sleep(6 * TICK_S)
+        assert not asked.done()
+        held = False
+        assert (await asyncio.wait_for(asked, 5)).value == "ok"
+
+
 async def test_a_row_at_fault_is_tried_again_and_then_rejected_with_its_reason() -> None:
     server = Scripted("a", fails_first(99, RowFailure("bad_json", "<html>")))
     async with dispatcher(server, attempts=3) as d:
