@@ -187,7 +187,7 @@ async def capture_all(
     return {
         "start": start, "end": end, "busy": (used_before, used_after), "most_held": most_held,
         "collected": sum(c.collected for c in counts), "rejects": [c.rejects for c in counts if c.rejects],
-        "cpu_s": dict(used), "own": spent[0], "encoders": spent[1:], "writers": writers_for(len(pids) - 1),
+        "cpu_s": dict(used), "own": spent[0], "encoders": spent[1:], "writers": writers_for(wide=config.profile.wide),
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""The spool: files through which an engine hands hidden states to the collector. Stdlib only.
+"""The spool: files through which an engine hands hidden states to the collector. Stdlib only, isal where it is.
 
 One safetensors file per capture request, named `<sha256(rid)[:32]>.safetensors`, published whole by
 rename with mode 0600. Tensors, in this order:
     rows       [n, (K+1)*H]  BF16 (F16, F32)  K boundaries in order, then the final state; row i = token i
     input_ids  [n]           I32              the ids the engine prefilled
-    crc32      [1]           U32              zlib.crc32 of the bytes of `rows`
+    crc32      [1]           U32              CRC-32 (zlib's) of the bytes of `rows`
 `__metadata__` holds strings: rid, boundaries (comma separated Hugging Face indices), hidden,
 final_norm, server. `<path>.err` appears in place of the file when the write failed.
 """
@@ -20,10 +20,14 @@ import re
 import stat
 import struct
 import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+try:  # the same sums, 4 to 6 times as fast: a collector always has it, an engine's environment may not
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 log = logging.getLogger(__name__)
 PROTOCOL = 1  # of request, answer and file together; an engine's answer names the one it speaks
@@ -100,7 +104,7 @@ def write_spool(
         )
     crc = 0
     for piece in pieces:
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     tail = end + ids.nbytes
     header = (
         f'{{"__metadata__":{json.dumps(dict(metadata))},'
@@ -146,7 +150,7 @@ def read_spool(path: Path) -> SpoolFile:
     The rows stay mapped (no copy) and remain valid after the file is unlinked.
     """
     spooled = map_spool(path)
-    if zlib.crc32(spooled.rows) != spooled.crc32:
+    if crc32(spooled.rows) != spooled.crc32:
         raise SpoolError(f"{path}: checksum of the rows differs")
     return spooled
 

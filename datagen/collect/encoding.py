@@ -22,10 +22,11 @@ from datagen.store.threads import usable_cpus
 from datagen.target.states import Captured
 
 T = TypeVar("T")
-MAX_THREADS = 8  # more than a disk can follow
+MAX_THREADS, MAX_THREADS_WIDE = 8, 16  # more than a disk can follow
 QUEUED_PER_THREAD = 2  # encoded samples are as large as two thirds of the captured ones
 MAX_PROCESSES, MAX_WRITERS = 16, 4
 FEWEST_CPUS = 8
+CPUS_PER_WRITER = 4
 
 
 class Encoders(Protocol):
@@ -90,6 +91,11 @@ def processes_for(asked: int | None, *, wide: bool) -> int:
     return min(MAX_PROCESSES, cpus * 5 // 8) if wide and cpus >= FEWEST_CPUS else 0
 
 
-def writers_for(processes: int) -> int:
+def threads_for(*, wide: bool) -> int:
+    """How many threads should encode."""
+    return min(MAX_THREADS_WIDE if wide else MAX_THREADS, usable_cpus())
+
+
+def writers_for(*, wide: bool) -> int:
     """How many threads should write, each its own partitions: one sums and writes 1 GB/s."""
-    return min(MAX_WRITERS, max(1, processes // 2))
+    return min(MAX_WRITERS, max(1, usable_cpus() // CPUS_PER_WRITER)) if wide else 1

@@ -10,7 +10,7 @@ from typing import TypeVar
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
 from datagen.collect.encode_processes import EncodeProcesses
-from datagen.collect.encoding import EncodePool, Encoders, processes_for, writers_for
+from datagen.collect.encoding import EncodePool, Encoders, processes_for, threads_for, writers_for
 from datagen.collect.opening import states_spec
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
@@ -56,11 +56,12 @@ def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[Encoders, Comm
     """
     spec = states_spec(config)
     asked = 0 if config.capture.mode == "json" else config.capture.encode_processes
-    processes = processes_for(asked, wide=config.profile.wide)
+    wide = config.profile.wide
+    processes = processes_for(asked, wide=wide)
     with ExitStack() as stack:
-        committers = [GroupCommitter() for _ in range(writers_for(processes))]
+        committers = [GroupCommitter() for _ in range(writers_for(wide=wide))]
         for committer in committers:
             stack.callback(committer.close)
-        encoders = EncodeProcesses(spec, processes) if processes else EncodePool()
+        encoders = EncodeProcesses(spec, processes) if processes else EncodePool(threads_for(wide=wide))
         stack.callback(encoders.close)
         yield encoders, Commits(*committers)

@@ -20,8 +20,6 @@ from datagen.store.states import StatesSpec
 
 NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00}
 """By dtype: the smallest magnitude, as a bit pattern, that is infinite or NaN."""
-MAGNITUDE = 0x7FFF
-CHUNK_VALUES = 1 << 17  # looked at together: the temporary stays in the L2 cache
 NORM_TOKENS = 32  # enough for a median, spread over the sample
 SMALLEST_SQUARES = 1e-24  # sums of squares below lose digits in float32
 
@@ -71,7 +69,7 @@ def examine(rows_TW: NDArray[np.uint16], n_tokens: int, spec: StatesSpec) -> Sou
             f"{rows_TW.shape[1]} values a token, {spec.n_layers} x {spec.hidden_size} are due",
         )
     bits_TLH = rows_TW.reshape(n_tokens, spec.n_layers, spec.hidden_size)
-    highest_TL = _largest(bits_TLH)
+    highest_TL, lowest_TL = extremes(bits_TLH)
     for layer in range(spec.n_layers):
         name, high_T = layer_name(spec, layer), highest_TL[:, layer]
         bad_T = high_T >= limit
@@ -83,7 +81,7 @@ def examine(rows_TW: NDArray[np.uint16], n_tokens: int, spec: StatesSpec) -> Sou
                 f"first in row {first}",
             )
         # The embeddings themselves (boundary 0) may hold zero rows: padding tokens of some models.
-        flat_T = _flat(bits_TLH[:, layer], high_T)
+        flat_T = (high_T == lowest_TL[:, layer]) & (spec.hidden_size > 1)
         if flat_T.any() and not (layer < len(spec.boundaries) and spec.boundaries[layer] == 0):
             first = int(flat_T.argmax())
             what = "all zero" if not high_T[first] else "one value in every channel"
@@ -91,14 +89,27 @@ def examine(rows_TW: NDArray[np.uint16], n_tokens: int, spec: StatesSpec) -> Sou
                 "states_constant",
                 f"{name} is {what} in {int(flat_T.sum())} of {n_tokens} rows, first in row {first}",
             )
-        if n_tokens > 1 and (high_T == high_T[0]).all() and repeats(bits_TLH[:, layer]):
+        if repeats(bits_TLH[:, layer], high_T):
             return Refused("states_constant", f"{name} is the same for all {n_tokens} tokens")
     return Sound(_median_norms(bits_TLH, spec.dtype))
 
 
-def repeats(bits_TH: NDArray[np.uint16]) -> bool:
-    """True when several tokens all have one and the same row."""
-    return len(bits_TH) > 1 and bool((bits_TH == bits_TH[:1]).all())
+def extremes(bits_TLH: NDArray[np.uint16]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Largest and smallest magnitude of every row, as bit patterns without their sign: both [T, L]."""
+    from datagen.store import kernels
+
+    highest_TL, lowest_TL = np.empty((2, *bits_TLH.shape[:2]), dtype=np.uint16)
+    kernels.extremes(np.ascontiguousarray(bits_TLH), highest_TL, lowest_TL)
+    return highest_TL, lowest_TL
+
+
+def repeats(bits_TH: NDArray[np.uint16], high_T: NDArray[np.uint16]) -> bool:
+    """True when several tokens all have one and the same row. `high_T`: their largest magnitudes."""
+    return (
+        len(bits_TH) > 1
+        and bool((high_T == high_T[0]).all())
+        and bool((bits_TH == bits_TH[:1]).all())
+    )
 
 
 def _limit_of(spec: StatesSpec) -> int:
@@ -109,29 +120,6 @@ def _limit_of(spec: StatesSpec) -> int:
             f"states of dtype {spec.dtype} cannot be stored",
             fix=f"have the engine capture one of {', '.join(NOT_FINITE)}",
         ) from None
-
-
-def _largest(bits_TLH: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Largest magnitude of every row, as a bit pattern, uint16 [T, L]."""
-    n, n_layers, hidden = bits_TLH.shape
-    high_TL = np.empty((n, n_layers), dtype=np.uint16)
-    step = max(1, CHUNK_VALUES // (n_layers * hidden))
-    chunk = np.empty((step, n_layers, hidden), dtype=np.uint16)
-    for at in range(0, n, step):
-        part = bits_TLH[at : at + step]
-        unsigned = np.bitwise_and(part, np.uint16(MAGNITUDE), out=chunk[: len(part)])
-        unsigned.max(axis=2, out=high_TL[at : at + step])
-    return high_TL
-
-
-def _flat(bits_TH: NDArray[np.uint16], high_T: NDArray[np.uint16]) -> NDArray[np.bool_]:
-    """Rows whose channels all have one magnitude, bool [T]. Few are looked at as a whole."""
-    hidden = bits_TH.shape[1]
-    probes = bits_TH[:, [0, hidden // 3, hidden // 2, hidden - 1]] & MAGNITUDE
-    flat_T: NDArray[np.bool_] = (probes == high_T[:, None]).all(axis=1) & (hidden > 1)
-    for row in np.flatnonzero(flat_T):
-        flat_T[row] = bool(((bits_TH[row] & MAGNITUDE) == high_T[row]).all())
-    return flat_T
 
 
 def row_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:

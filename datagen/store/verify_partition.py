@@ -13,7 +13,7 @@ from datagen.errors import CorruptFile, DatagenError, LimitReached
 from datagen.store.arrow_part import SealedFile, examine_sealed, sha256_of
 from datagen.store.files import LEADS_OUT, leading_out, within_limits
 from datagen.store.findings import Fault, Findings, relative_to
-from datagen.store.guards import MAGNITUDE, NOT_FINITE, repeats
+from datagen.store.guards import NOT_FINITE, extremes, repeats
 from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import RunLayout, part
 from datagen.store.plan import Plan
@@ -310,11 +310,11 @@ class PartitionCheck:
 
     def _check_values(self, shard: ShardReader, path: Path, row: int) -> None:
         states_TLH, limit = shard.states(row), NOT_FINITE[shard.spec.dtype]
-        for layer in range(shard.spec.n_layers):
-            bits_TH = states_TLH[:, layer]
-            if ((bits_TH & limit) == limit).any():
+        highest_TL, _ = extremes(states_TLH)
+        for layer, high_T in enumerate(highest_TL.T):
+            if (high_T >= limit).any():
                 self._fault(path, row, f"layer {layer} holds NaN or infinity")
-            elif not (bits_TH & MAGNITUDE).any():
+            elif not high_T.any():
                 self._fault(path, row, f"layer {layer} is all zero")
-            elif repeats(bits_TH):
+            elif repeats(states_TLH[:, layer], high_T):
                 self._fault(path, row, f"layer {layer} is the same for every token")

@@ -28,9 +28,6 @@ Frame = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-# Values at a time: as many as the L2 cache holds. Fewer, and threads queue for the interpreter between two
-# steps over an array; more, and a single thread is slower.
-STEP_VALUES = 1 << 17
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -43,18 +40,7 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.deflate, self.inflate = zstd.Deflater(), zstd.Inflater()
-        self._wide = np.empty(0, dtype=np.uint16)
-        self._narrow = np.empty(0, dtype=np.uint8)
         self._exponents = np.empty(0, dtype=np.uint8)
-
-    def scratch(self, rows: int, width: int) -> tuple[Bits, Bytes]:
-        """Arrays uint16 and uint8 [rows, width], valid until the next call."""
-        size = rows * width
-        if len(self._wide) < size:
-            self._wide = np.empty(size, dtype=np.uint16)
-            self._narrow = np.empty(size, dtype=np.uint8)
-        shape = (rows, width)
-        return self._wide[:size].reshape(shape), self._narrow[:size].reshape(shape)
 
     def exponents(self, rows: int, width: int) -> Bytes:
         """An array uint8 [rows, width], valid until the next call."""
@@ -82,50 +68,6 @@ def median_exponents(rows_TW: Bits) -> Bytes:
     exponents_TW = ((rows_TW[:FIT_TOKENS] >> 7) & 0xFF).astype(np.uint8)
     middle = len(exponents_TW) // 2
     return np.ascontiguousarray(np.partition(exponents_TW, middle, axis=0)[middle])
-
-
-def split(rows_TW: Bits, bias_W: Bytes, exponents_TW: Bytes, sm_TW: Bytes) -> None:
-    """Fill `exponents_TW` (less the bias, mod 256) and `sm_TW` (mantissa << 1 | sign).
-
-    Widths change by copies of their own: a ufunc that must also cast works through a small buffer.
-    """
-    for at, wide, narrow in _chunks(rows_TW):
-        chunk = rows_TW[at : at + len(wide)]
-        exponents, sm = exponents_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
-        np.right_shift(chunk, 7, out=wide)
-        np.copyto(exponents, wide, casting="unsafe")  # the sign falls off
-        np.subtract(exponents, bias_W, out=exponents)
-        np.add(chunk, chunk, out=wide)
-        np.copyto(sm, wide, casting="unsafe")
-        negative = narrow.view(np.bool_)
-        np.less(chunk.view(np.int16), 0, out=negative)
-        np.bitwise_or(sm, narrow, out=sm)
-
-
-def join(exponents_TW: Bytes, sm_TW: Bytes, bias_W: Bytes, out_TW: Bits) -> None:
-    """Fill `out_TW` with bit patterns: the inverse of `split`.
-
-    With the exponent in its high byte and `sm` in its low one, a pattern is a bf16 turned by one bit.
-    """
-    for at, wide, narrow in _chunks(out_TW):
-        out, sm = out_TW[at : at + len(wide)], sm_TW[at : at + len(wide)]
-        np.add(exponents_TW[at : at + len(wide)], bias_W, out=narrow)
-        np.copyto(out, narrow)
-        np.multiply(out, 1 << 8, out=out)  # quicker than a shift, which asks how far
-        np.copyto(wide, sm)
-        np.bitwise_or(out, wide, out=out)
-        np.multiply(out, 1 << 15, out=wide)
-        np.right_shift(out, 1, out=out)
-        np.bitwise_or(out, wide, out=out)
-
-
-def _chunks(values_TW: Bits) -> Iterator[tuple[int, Bits, Bytes]]:
-    """First tokens of chunks, with scratch uint16 and uint8 [chunk, W] for each."""
-    n, width = values_TW.shape
-    step = max(1, STEP_VALUES // width)
-    wide, narrow = _of_thread.scratch(min(step, n), width)
-    for at in range(0, n, step):
-        yield at, wide[: n - at], narrow[: n - at]
 
 
 # -- frames -------------------------------------------------------------------------------------
@@ -164,11 +106,12 @@ def blocks(n_tokens: int) -> range:
 
 def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[bytes]:
     """Fill `sm_TW`, and return the frames of one block: zstd of uint8 [block, group*H] by group."""
+    from datagen.store import kernels
+
     frames = []
     for a, b in layer_groups(hidden, rows_TW.shape[1] // hidden):
-        group = slice(a * hidden, b * hidden)
         exponents = _of_thread.exponents(len(rows_TW), (b - a) * hidden)
-        split(rows_TW[:, group], bias_W[group], exponents, sm_TW[:, group])
+        kernels.split(rows_TW, a * hidden, bias_W, exponents, sm_TW)
         frames.append(_of_thread.deflate(exponents))
     return frames
 
@@ -225,9 +168,9 @@ class Inflater:
         self._last: tuple[int, Bytes] | None = None
 
     def exponents(self, piece: Piece) -> Bytes:
-        """uint8 [high-low, length*H] of a piece, still less the bias. Raises ValueError.
+        """uint8 [high-low, layers_in_frame*H]: the rows of a piece, still less the bias.
 
-        Valid until the next call.
+        Valid until the next call. Raises ValueError.
         """
         if self._last is None or self._last[0] != piece.frame:
             whole = _of_thread.exponents(piece.size, piece.layers_in_frame * self._hidden)
@@ -236,10 +179,7 @@ class Inflater:
             except ZstdError as e:
                 raise ValueError(f"a frame cannot be decompressed: {e}") from e
             self._last = (piece.frame, whole)
-        return self._last[1][
-            piece.low - piece.first : piece.high - piece.first,
-            piece.inner * self._hidden : (piece.inner + piece.length) * self._hidden,
-        ]
+        return self._last[1][piece.low - piece.first : piece.high - piece.first]
 
 
 # -- columns ------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ size. What switches it off (a long stride) also switches Huffman coding off, unl
 `literalCompressionMode` says otherwise. Of the ways to zstd in Python only the cffi backend of
 `zstandard`, which is the whole C interface, can say it; nor do the others decompress into given memory.
 Frames are plain zstd: any reader understands them.
+
+Every call of `lib` gives the interpreter away and waits for it again, so few are made.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ class Deflater:
         self._context = ffi.gc(lib.ZSTD_createCCtx(), lib.ZSTD_freeCCtx)
         for parameter, value in PARAMETERS.items():
             _checked(lib.ZSTD_CCtx_setParameter(self._context, parameter, value))
-        self._out, self._room = ffi.NULL, 0
+        self._out, self._room, self._longest = ffi.NULL, 0, 0
 
     def __call__(self, content: Buffer) -> bytes:
         """One frame, which states the size of its content. `content`: contiguous."""
         source = ffi.from_buffer(content)
-        bound = lib.ZSTD_compressBound(len(source))
-        if self._room < bound:
-            self._out, self._room = ffi.new("char[]", bound), bound
-        size = _checked(lib.ZSTD_compress2(self._context, self._out, bound, source, len(source)))
+        if len(source) > self._longest:
+            self._longest = len(source)
+            self._room = lib.ZSTD_compressBound(self._longest)
+            self._out = ffi.new("char[]", self._room)
+        size = lib.ZSTD_compress2(self._context, self._out, self._room, source, len(source))
+        if size > self._room:
+            _checked(size)
         return bytes(ffi.buffer(self._out, size))
 
 
@@ -63,11 +68,9 @@ class Inflater:
         stated = lib.ZSTD_getFrameContentSize(source, len(source))
         if stated != len(into):
             raise ZstdError(f"it does not state the {len(into)} bytes expected")
-        size = _checked(
-            lib.ZSTD_decompressDCtx(self._context, into, len(into), source, len(source))
-        )
+        size = lib.ZSTD_decompressDCtx(self._context, into, len(into), source, len(source))
         if size != len(into):
-            raise ZstdError(f"{size} bytes, {len(into)} stated")
+            raise ZstdError(f"{_checked(size)} bytes, {len(into)} stated")
 
 
 def _checked(result: int) -> int:

@@ -38,9 +38,11 @@ class IpcZstdCodec:
         self, rows_TW: Bits, hidden: int, params: bytes  # noqa: ARG002
     ) -> tuple[Sequence[Frame], memoryview]:  # fmt: skip
         """The planes. Arrow compresses them when the batch is written."""
+        from datagen.store import kernels
+
         exponents_TW = planes.pooled(rows_TW.shape, np.uint8)
         sm_TW = planes.pooled(rows_TW.shape, np.uint8)
-        planes.split(rows_TW, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
+        kernels.split(rows_TW, 0, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
         return [exponents_TW.data.cast("B")], sm_TW.data.cast("B")
 
     def arrays(self, exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
@@ -63,6 +65,8 @@ class IpcZstdCodec:
         layers: Sequence[int],
     ) -> Bits:
         """uint16 [tokens, len(layers), H]."""
+        from datagen.store import kernels
+
         if len(exp) != 1 or not len(exp[0]) == len(sm) == n_tokens * width:
             raise ValueError(f"{[*map(len, exp), len(sm)]} bytes for {n_tokens} x {width}")
         exponents_TW = np.frombuffer(exp[0], dtype=np.uint8).reshape(n_tokens, width)
@@ -70,12 +74,13 @@ class IpcZstdCodec:
         wanted = range(*tokens.indices(n_tokens))
         rows = slice(wanted.start, max(wanted.start, wanted.stop))
         out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
-        out_TLH = out_TW.reshape(len(wanted), len(layers), hidden)
-        bias_H = _no_bias(hidden)
+        bias_W = _no_bias(width)
         for place, layer in enumerate(layers):
-            source = slice(layer * hidden, (layer + 1) * hidden)
-            planes.join(exponents_TW[rows, source], sm_TW[rows, source], bias_H, out_TLH[:, place])
-        return out_TLH
+            kernels.join(
+                exponents_TW[rows], layer * hidden, sm_TW[rows], layer * hidden, bias_W,
+                out_TW, place * hidden, hidden,
+            )  # fmt: skip
+        return out_TW.reshape(len(wanted), len(layers), hidden)
 
 
 def _no_bias(width: int) -> Bytes:

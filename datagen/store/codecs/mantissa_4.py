@@ -88,6 +88,8 @@ class Mantissa4Codec:
         layers: Sequence[int],
     ) -> Bits:
         """uint16 [tokens, len(layers), H]; only the frames that are asked for are decompressed."""
+        from datagen.store import kernels
+
         planes.require_shape(exp, n_tokens, width, hidden)
         packed = _packed_width(width)
         if len(sm) != n_tokens * packed or len(params) != width:
@@ -106,16 +108,10 @@ class Mantissa4Codec:
         for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
             if unpacked != (p.low, p.high):
                 unpacked, sm_TW = (p.low, p.high), _unpack(packed_TB[p.low : p.high], width)
-            source = slice(p.layer * hidden, (p.layer + p.length) * hidden)
-            planes.join(
-                inflater.exponents(p),
-                sm_TW[:, source],
-                bias_W[source],
-                out_TW[
-                    p.low - wanted.start : p.high - wanted.start,
-                    p.place * hidden : (p.place + p.length) * hidden,
-                ],
-            )
+            kernels.join(
+                inflater.exponents(p), p.inner * hidden, sm_TW, p.layer * hidden, bias_W,
+                out_TW[p.low - wanted.start : p.high - wanted.start], p.place * hidden, p.length * hidden,
+            )  # fmt: skip
         return out_TW.reshape(len(wanted), len(layers), hidden)
 
 

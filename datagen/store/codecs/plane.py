@@ -65,6 +65,8 @@ class PlaneCodec:
         layers: Sequence[int],
     ) -> Bits:
         """uint16 [tokens, len(layers), H]; only the frames that are asked for are decompressed."""
+        from datagen.store import kernels
+
         planes.require_shape(exp, n_tokens, width, hidden)
         if len(sm) != n_tokens * width or len(params) != width:
             raise ValueError(
@@ -76,16 +78,10 @@ class PlaneCodec:
         out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
         inflater = planes.Inflater(exp, hidden)
         for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
-            source = slice(p.layer * hidden, (p.layer + p.length) * hidden)
-            planes.join(
-                inflater.exponents(p),
-                sm_TW[p.low : p.high, source],
-                bias_W[source],
-                out_TW[
-                    p.low - wanted.start : p.high - wanted.start,
-                    p.place * hidden : (p.place + p.length) * hidden,
-                ],
-            )
+            kernels.join(
+                inflater.exponents(p), p.inner * hidden, sm_TW[p.low : p.high], p.layer * hidden, bias_W,
+                out_TW[p.low - wanted.start : p.high - wanted.start], p.place * hidden, p.length * hidden,
+            )  # fmt: skip
         return out_TW.reshape(len(wanted), len(layers), hidden)
 
 
