@@ -1,7 +1,7 @@
 """From a real SGLang engine to sealed, encoded shards: sustained raw bytes a second, and what limits it.
 
     python benchmarks/sglang_shards.py --python PY --model DIR [--widen] --processes 1,4 [-- server flags]
-    python benchmarks/sglang_shards.py --null --boundaries 1,3,5 --encode-processes 0,-1
+    python benchmarks/sglang_shards.py --null --boundaries 1,3,5 --processes 1
 
 starts one server with the capture plugin (`--null`: drawn rows of Kimi's width in place of an engine, on
 any machine), and lets the collector's own code (`collect_prompt` over stored responses: dispatcher, client,
@@ -86,7 +86,7 @@ def config_of(given: dict[str, Any], share: int) -> CollectConfig:
     config = collect_config(
         endpoints=given["url"], spool_mib=max(given["spool_mib"] // share, 256),
         concurrency=given["concurrency"] // share, max_concurrency=given["concurrency"] // share,
-        shard_mib=given["shard_mib"], encode_processes=given["encode_processes"],
+        shard_mib=given["shard_mib"],
     )  # fmt: skip
     return config.model_copy(update={"profile": profile})
 
@@ -130,7 +130,6 @@ async def capture_all(
         dispatcher = await stack.enter_async_context(
             Dispatcher(specs, config.dispatch, held=lambda: commits.crowded)
         )
-        pids = [os.getpid(), *getattr(encoders, "pids", [])]
         shop = Workshop(
             config=config, renderer=None,  # every prompt has its answer
             dispatcher=dispatcher, commits=commits,
@@ -166,7 +165,7 @@ async def capture_all(
             await shop.commit(store, lambda s: s.seal(len(prompts)))
 
         await asyncio.to_thread(gate.wait)
-        before, of_processes = thread_seconds(), [process_seconds([pid]) for pid in pids]
+        before, own = thread_seconds(), process_seconds([os.getpid()])
         start, used_before = time.time(), busy()
         watching = asyncio.create_task(watch())
         async with asyncio.TaskGroup() as group:
@@ -175,19 +174,14 @@ async def capture_all(
         end, used_after = time.time(), busy()
         watching.cancel()
         used = thread_seconds() - before
-        spent = [
-            {k: after[k] - earlier[k] for k in after}
-            for after, earlier in zip(
-                [process_seconds([pid]) for pid in pids], of_processes, strict=True
-            )
-        ]
+        own = process_seconds([os.getpid()]) - own
         counts = [store.counts() for _, store, _ in opened]
         for _, store, _ in opened:
             store.close()
     return {
         "start": start, "end": end, "busy": (used_before, used_after), "most_held": most_held,
         "collected": sum(c.collected for c in counts), "rejects": [c.rejects for c in counts if c.rejects],
-        "cpu_s": dict(used), "own": spent[0], "encoders": spent[1:], "writers": writers_for(wide=config.profile.wide),
+        "cpu_s": dict(used), "own": dict(own), "writers": writers_for(wide=config.profile.wide),
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }  # fmt: skip
 
@@ -234,24 +228,18 @@ def run(
         sys.exit(f"{sum(f['collected'] for f in found)} of {len(lengths)} samples: {found}")
     raw, stored = sum(lengths) * row, sum(f.stat().st_size for f in root.rglob("states-*.arrow"))
     cpu: Counter[str] = sum((Counter(f["cpu_s"]) for f in found), Counter())
-    processes_of = {"collectors": [f["own"] for f in found],
-        "encode_processes": [e for f in found for e in f["encoders"]]}  # fmt: skip
     shutil.rmtree(root)
     return {
         "processes": processes, "samples": len(lengths), "tokens": sum(lengths), "seconds": wall,
         "raw_bytes_per_s": raw / wall, "tokens_per_s": sum(lengths) / wall, "codec_ratio": raw / stored,
-        "encode_processes": len(processes_of["encode_processes"]) // processes,
         "writers": found[0]["writers"],
         "most_bytes_asked_for": sum(f["most_held"] for f in found), "cap_bytes": given["spool_mib"] * MIB,
         "most_bytes_in_spool": spooled[0], "machine_cpus_busy": used / wall,
         "peak_rss": max(f["peak_rss"] for f in found),
         "cpus_of_parts": {k: round(v / wall, 2) for k, v in cpu.most_common() if v > 0.02},
         "per_gb": {
-            kind: {
-                "processes": len(parts),
-                **{k: round(sum(p[k] for p in parts) / raw * 1e9, 3) for k in ("user", "system", "faults")},
-            }
-            for kind, parts in processes_of.items()
+            k: round(sum(f["own"].get(k, 0) for f in found) / raw * 1e9, 3)
+            for k in ("user", "system", "faults")
         },
     }  # fmt: skip
 
@@ -268,11 +256,6 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=40000)
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--spool-mib", type=int, default=8192, help="cap of bytes in flight")
-    parser.add_argument(
-        "--encode-processes",
-        default="-1",
-        help="of each, to compare; 0: threads, -1: its own choice",
-    )
     parser.add_argument("--null", action="store_true", help="drawn rows of Kimi's width, no engine")
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=8, help="of each run, at 3 GB/s")
@@ -298,11 +281,6 @@ def main() -> None:
             "spool_mib": args.spool_mib, "shard_mib": args.shard_mib,
             "tokens": [int(x) for x in args.tokens.split(",")],
         }  # fmt: skip
-        counts = [
-            (int(n), int(m))
-            for m in args.encode_processes.split(",")
-            for n in args.processes.split(",")
-        ]
         server: Null | Server
         if args.null:
             server = Null(args.port, args.spool, args.boundaries, shape["hidden_size"])
@@ -310,7 +288,7 @@ def main() -> None:
             server = Server(SimpleNamespace(**vars(args)), model, folder)  # type: ignore[arg-type]
         try:
             server.wait(args.start_s)
-            result = measured(args, given, counts)
+            result = measured(args, given, [int(n) for n in args.processes.split(",")])
             result |= {"sglang": server.info()["version"]}
         finally:
             server.stop()
@@ -327,21 +305,16 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def measured(
-    args: argparse.Namespace, given: dict[str, Any], counts: list[tuple[int, int]]
-) -> dict[str, Any]:
-    """Memory with every (collectors, encoding processes of each), then the disk with the best of them."""
+def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    """Memory with every number of collectors, then the disk with the best of them."""
     base = f"datagen-shards-{os.getpid()}"
-    given = given | {"encode_processes": counts[-1][1]}
-    run(given, counts[-1][0], args.memory / base, args.seconds / 4, args.rate)  # warm-up
+    run(given, counts[-1], args.memory / base, args.seconds / 4, args.rate)  # warm-up
     memory = []
-    for count, given["encode_processes"] in counts:
-        found = run(given, count, args.memory / base, args.seconds, args.rate)
-        memory.append(found | {"asked": given["encode_processes"]})
+    for count in counts:
+        memory.append(run(given, count, args.memory / base, args.seconds, args.rate))
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
     shard, files = args.shard_mib * MIB, best["processes"] * best["writers"]
-    given["encode_processes"] = best["asked"]
 
     def synced() -> dict[str, float]:
         where = args.disk / base

@@ -38,9 +38,6 @@ class CaptureConfig(StrictModel):
     mode: Literal["spool", "json"] = "spool"
     final_endpoint: str | None = None
     """With `json`: a second server for the final state, where the others hand over boundaries only."""
-    encode_processes: int | None = Field(default=None, ge=0, le=64)
-    """Processes that check and encode captures; 0 is threads of the collector's own. None: as many as the
-    width of the states and this machine call for."""
 
     @model_validator(mode="after")
     def _one_server_is_enough_for_the_spool(self) -> CaptureConfig:
@@ -138,7 +135,6 @@ def collect_config(
     rendering: str = "auto",
     capture_mode: str = "spool",
     final_endpoint: str = "",
-    encode_processes: int = -1,
     accept_risk: str = "",
 ) -> CollectConfig:
     """A run's configuration from flat scalars, as a CLI, a Makefile or a UI form gives them.
@@ -148,8 +144,7 @@ def collect_config(
     `max_new_tokens`: 0 is all prompts, the profile's. `temperature`: of the train split, negative
     is the profile's. `spool_mib`: 0 is what its width needs. `max_concurrency`: 0 keeps within each
     server's CUDA graphs, a number is taken at its word. `rendering`: auto, ours or server.
-    `encode_processes`: negative is as this machine needs. `accept_risk`: checks that may be red, comma
-    separated. Raises ConfigError, ProfileError.
+    `accept_risk`: checks that may be red, comma separated. Raises ConfigError, ProfileError.
     """
     profile = load_profile(target)
     urls, only = _endpoints(endpoints or profile.endpoint)
@@ -185,7 +180,6 @@ def collect_config(
             "capture": {
                 "mode": capture_mode,
                 "final_endpoint": final_endpoint or None,
-                "encode_processes": None if encode_processes < 0 else encode_processes,
             },
             "dispatch": {
                 "window": {

@@ -66,10 +66,6 @@ class StatesFaulty(DatagenError):
     """So many captures are refused that the engine, not the rows, must be at fault."""
 
 
-class EncodingFailed(DatagenError):
-    """The processes that look at captures and encode them cannot be started, die, or cannot do it."""
-
-
 class PreflightRed(DatagenError):
     """Checks of the target are red, and their risk was not accepted by name."""
 

@@ -47,7 +47,6 @@ async def datagen(
     rendering: Rendering = "auto",
     capture_mode: Literal["spool", "json"] = "spool",
     final_endpoint: str = "",
-    encode_processes: int = -1,
     accept_risk: str = "",
 ) -> dict[str, Any] | State[Any]:
     """Prompts in, verified shards of hidden states and a manifest out.
@@ -80,7 +79,6 @@ async def datagen(
         rendering: Whose token ids contexts have: ours, the server's, or auto (ours where they agree).
         capture_mode: How hidden states travel: through the spool, or as json for small runs.
         final_endpoint: With json, a second server that hands over the final state.
-        encode_processes: That check and encode captures of the spool; 0: threads, negative: as needed.
         accept_risk: Preflight checks that may be red, comma separated.
     """
     log = flow_logger()
@@ -93,7 +91,7 @@ async def datagen(
             patience_s=patience_s, max_concurrency=max_concurrency, row_timeout_s=row_timeout_s,
             on_length=on_length, loop_tokens=loop_tokens, metrics_port=metrics_port,
             rendering=rendering, capture_mode=capture_mode, final_endpoint=final_endpoint,
-            encode_processes=encode_processes, accept_risk=accept_risk,
+            accept_risk=accept_risk,
         )  # fmt: skip
         async with CollectJob.open(config, log.info) as job:
             view = RunView(job)

@@ -31,8 +31,11 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PLUGIN = DATAGEN / "capture" / "sglang_plugin.py"
 PLUGIN_FILES = sorted((DATAGEN / "capture").glob("*.py"))  # all of it loads inside SGLang
+OPTIONAL = ("isal",)  # the plugin does without: tests/capture/test_spool.py
 PLUGIN_TORCH = (PLUGIN, DATAGEN / "capture" / "sglang_proof.py")
-HEAVY = ("torch", "transformers", "datasets", "gguf", "prefect", "sglang", "pyarrow", "tokenizers")
+HEAVY = (
+    "torch", "transformers", "datasets", "gguf", "prefect", "sglang", "pyarrow", "tokenizers", "numba",
+)  # fmt: skip
 MAX_LINES = 350
 HELP_CPU_S = 0.5
 
@@ -121,8 +124,7 @@ def test_only_the_plugin_imports_sglang_and_only_inside_its_functions() -> None:
 
 def test_the_plugin_loads_where_nothing_of_ours_is_installed() -> None:
     assert PLUGIN in PLUGIN_FILES
-    allowed = {*sys.stdlib_module_names, "torch", "safetensors", "sglang"}
-    optional = {"isal"}  # tried first, `test_spool.py` does without
+    allowed = {*sys.stdlib_module_names, "torch", "safetensors", "sglang", *OPTIONAL}
     ours = {"datagen.capture"}
     offenders = [
         i
@@ -139,7 +141,7 @@ def test_packages_on_the_plugins_path_import_nothing(package: str) -> None:
 
 
 def test_the_spool_needs_the_standard_library_and_numpy_alone() -> None:
-    allowed = {*sys.stdlib_module_names, "numpy", "datagen"}
+    allowed = {*sys.stdlib_module_names, "numpy", "datagen", *OPTIONAL}
     offenders = [i for i in imports_of(DATAGEN / "capture" / "spool.py") if i.top not in allowed]
     assert not offenders, listed(offenders)
 
@@ -164,6 +166,17 @@ def test_transformers_is_imported_in_functions_of_two_places_only() -> None:
         for i in all_imports(DATAGEN) + all_imports(FLOWS)
         if i.top == "transformers"
         and not (i.lazy and (i.file == tokens or i.file.is_relative_to(DATAGEN / "embedded")))
+    ]
+    assert not offenders, listed(offenders)
+
+
+def test_numba_is_loaded_by_whoever_first_needs_a_compiled_loop() -> None:
+    kernels = DATAGEN / "store" / "kernels.py"
+    offenders = [
+        i
+        for i in all_imports(DATAGEN) + all_imports(FLOWS)
+        if (i.top == "numba" and i.file != kernels)
+        or (i.module.startswith("datagen.store.kernels") and not i.lazy)
     ]
     assert not offenders, listed(offenders)
 

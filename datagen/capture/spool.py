@@ -1,4 +1,4 @@
-"""The spool: files through which an engine hands hidden states to the collector. Stdlib only, isal where it is.
+"""The spool: files through which an engine hands hidden states to the collector. Stdlib and isal.
 
 One safetensors file per capture request, named `<sha256(rid)[:32]>.safetensors`, published whole by
 rename with mode 0600. Tensors, in this order:
@@ -149,14 +149,14 @@ def read_spool(path: Path) -> SpoolFile:
 
     The rows stay mapped (no copy) and remain valid after the file is unlinked.
     """
-    spooled = map_spool(path)
+    spooled = _mapped(path)
     if crc32(spooled.rows) != spooled.crc32:
         raise SpoolError(f"{path}: checksum of the rows differs")
     return spooled
 
 
-def map_spool(path: Path) -> SpoolFile:
-    """As `read_spool`, but the rows are not looked at: quick at any size."""
+def _mapped(path: Path) -> SpoolFile:
+    """One capture whose rows nobody has looked at."""
     with open(path, "rb") as f:
         size = os.fstat(f.fileno()).st_size
         if size < 16:

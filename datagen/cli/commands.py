@@ -100,12 +100,6 @@ def collect(
     final_endpoint: Annotated[
         str, typer.Option(help="json: a second server that hands over the final state.")
     ] = "",
-    encode_processes: Annotated[
-        int,
-        typer.Option(
-            help="That check and encode captures of the spool; 0: threads; -1: as needed."
-        ),
-    ] = -1,
     accept_risk: Annotated[
         list[str] | None, typer.Option(help="A preflight check that may be red; repeatable.")
     ] = None,
@@ -124,8 +118,7 @@ def collect(
         patience_s=patience_s, api_key=api_key, max_concurrency=max_concurrency,
         row_timeout_s=row_timeout_s, on_length=on_length, loop_tokens=loop_tokens,
         metrics_port=metrics_port, rendering=rendering, capture_mode=capture_mode,
-        final_endpoint=final_endpoint, encode_processes=encode_processes,
-        accept_risk=",".join(accept_risk or ()),
+        final_endpoint=final_endpoint, accept_risk=",".join(accept_risk or ()),
     )  # fmt: skip
     import uvloop
 

@@ -14,13 +14,13 @@ from functools import partial
 
 import numpy as np
 
-from datagen.capture.spool import SpoolError
 from datagen.collect.answers import fault
 from datagen.collect.context import Context
 from datagen.collect.workshop import Workshop
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
 from datagen.prompts.turns import answer_message, context_messages, split_turns
+from datagen.store.guards import examine
 from datagen.store.partition import Outcome, PartitionStore
 from datagen.store.plan import PlannedPrompt
 from datagen.store.responses import Response
@@ -205,7 +205,7 @@ async def _capture(
 
     States that a guard refuses are asked for again, as after any failure of a row.
     """
-    profile, guards, encoders = shop.config.profile, shop.guards, shop.encoders
+    profile, guards = shop.config.profile, shop.guards
     refused = None
     ids = [*response.context_ids.tolist(), *response.response_ids.tolist()]
     n_bytes = len(ids) * profile.bytes_per_token
@@ -214,18 +214,14 @@ async def _capture(
         nonlocal refused
         rid = _fresh_rid(prompt, response.turn, "c")
         mode = shop.config.capture.mode
-        captured = await capture_rows(
-            endpoint, ids, rid, profile, mode=mode, final=shop.final, summed=not encoders.sums
-        )
+        captured = await capture_rows(endpoint, ids, rid, profile, mode=mode, final=shop.final)
         try:
-            found = await encoders.examine(captured, len(ids), guards.spec)
+            found = await asyncio.to_thread(examine, captured.rows, len(ids), guards.spec)
             refused = guards.judge(found, endpoint.url, first=refused is None)
             if refused is not None:
                 raise RowFailure(refused.reason, refused.detail)
-        except BaseException as e:  # whatever becomes of it, its file is not needed
+        except BaseException:  # whatever becomes of it, its file is not needed
             captured.discard()
-            if isinstance(e, SpoolError):
-                raise RowFailure("capture_torn", str(e)) from e
             raise
         return captured
 
@@ -240,7 +236,7 @@ async def _capture(
             await _reject(shop, store, prompt, response.turn, "capture", e, later_turns=False)
             return
         # taken out when it is written: its memory serves another sample while this one is synced
-        encoded = [await encoders.encode(store, captured)]
+        encoded = [await shop.encoders.encode(store.encode, captured.rows)]
         await shop.commit(
             store,
             lambda s: s.add_states(

@@ -9,9 +9,7 @@ from typing import TypeVar
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
-from datagen.collect.encode_processes import EncodeProcesses
-from datagen.collect.encoding import EncodePool, Encoders, processes_for, threads_for, writers_for
-from datagen.collect.opening import states_spec
+from datagen.collect.encoding import EncodePool, threads_for, writers_for
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
 from datagen.fanout.dispatcher import Dispatcher
@@ -34,7 +32,7 @@ class Workshop:
     """None: the server that answers a turn renders it."""
     dispatcher: Dispatcher
     commits: Commits
-    encoders: Encoders
+    encoders: EncodePool
     budget: ByteBudget
     progress: Progress
     guards: Guards
@@ -49,19 +47,16 @@ class Workshop:
 
 
 @contextmanager
-def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[Encoders, Commits]]:
+def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[EncodePool, Commits]]:
     """What encodes a run's captures and what writes them, fit for its width and this machine.
 
     Opened within the event loop of the run.
     """
-    spec = states_spec(config)
-    asked = 0 if config.capture.mode == "json" else config.capture.encode_processes
     wide = config.profile.wide
-    processes = processes_for(asked, wide=wide)
     with ExitStack() as stack:
         committers = [GroupCommitter() for _ in range(writers_for(wide=wide))]
         for committer in committers:
             stack.callback(committer.close)
-        encoders = EncodeProcesses(spec, processes) if processes else EncodePool(threads_for(wide=wide))
+        encoders = EncodePool(threads_for(wide=wide))
         stack.callback(encoders.close)
         yield encoders, Commits(*committers)

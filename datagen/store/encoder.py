@@ -25,19 +25,14 @@ class Encoder:
         self._gate, self._seen = threading.Lock(), list[NDArray[np.uint16]]()
         self.params: bytes | None = None
         """What the next sample is encoded with."""
-        self.settled: bytes | None = None
-        """What every later sample is encoded with, here or elsewhere; None while it is still learnt."""
 
     def __call__(self, rows_TW: NDArray[np.uint16]) -> Encoded:
         """One sample, uint16 [n, W]. Raises ValueError on another width."""
-        return encode(self._spec, self.learn(rows_TW), rows_TW)
-
-    def learn(self, rows_TW: NDArray[np.uint16]) -> bytes:
-        """What this sample is to be encoded with, uint16 [n, W]. Raises ValueError on another width."""
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self._spec.width or not len(rows_TW):
             raise ValueError(f"{rows_TW.shape} rows of states of width {self._spec.width}")
         with self._gate:
-            return self._learnt(rows_TW)
+            params = self._learnt(rows_TW)
+        return encode(self._spec, params, rows_TW)
 
     def again(self, encoded: Encoded, params: bytes) -> Encoded:
         """What was encoded with other parameters than a shard's, with the shard's."""
@@ -57,6 +52,4 @@ class Encoder:
             if len(self._seen) == self._refit_after:
                 self.params = fit(self._spec, np.concatenate(self._seen))
                 self._seen = [rows_TW[:0]] * self._refit_after  # the tokens are not needed any more
-        if len(self._seen) >= self._refit_after:
-            self.settled = self.params
         return self.params

@@ -14,7 +14,6 @@ from datagen.capture.spool import (
     SpoolError,
     SpoolFile,
     discard,
-    map_spool,
     read_spool,
     spool_path,
 )
@@ -40,11 +39,10 @@ async def take_capture(
     profile: Profile,
     *,
     patience_s: float = FILE_PATIENCE_S,
-    summed: bool = True,
 ) -> SpoolFile:
     """The verified spool file of `capture`; the caller discards it once its rows are stored.
 
-    Waits at most `patience_s` for it. Not `summed`: the checksum of the rows is the caller's to compare.
+    Waits at most `patience_s` for it.
 
     Raises CaptureUnproven when the engine captures something else than the profile says (the run
     must stop), RowFailure when this one file is torn, late or of another request (try again),
@@ -54,7 +52,7 @@ async def take_capture(
     path = capture.path
     if path.name != spool_path(path.parent, rid).name:
         raise RowFailure("capture_malformed", f"{path} is not the spool file of request {rid}")
-    spooled = await _published(path, patience_s, capture.n_bytes, summed=summed)
+    spooled = await _published(path, patience_s, capture.n_bytes)
     require_profile(spooled.width, spooled.boundaries, spooled.final_norm, profile)
     if spooled.dtype != profile.capture_dtype:
         raise CaptureUnproven(
@@ -71,7 +69,7 @@ async def take_capture(
     return spooled
 
 
-async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: bool) -> SpoolFile:
+async def _published(path: Path, patience_s: float, n_bytes: int) -> SpoolFile:
     """Poll for the file (it appears whole, soon after the answer) or for its error note.
 
     A large one is summed on another thread; it would hold up every other capture.
@@ -82,9 +80,9 @@ async def _published(path: Path, patience_s: float, n_bytes: int, *, summed: boo
     was_empty = False
     while True:
         try:
-            if summed and n_bytes > READ_ASIDE_BYTES:
+            if n_bytes > READ_ASIDE_BYTES:
                 return await asyncio.to_thread(read_spool, path)
-            return read_spool(path) if summed else map_spool(path)
+            return read_spool(path)
         except FileNotFoundError:
             pass
         except SpoolError as e:

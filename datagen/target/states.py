@@ -63,18 +63,15 @@ async def capture_rows(
     *,
     mode: Mode = "spool",
     final: StatesServer | None = None,
-    summed: bool = True,
 ) -> Captured:
     """Have `server` prefill `input_ids` under a new `rid`. `final`: a second server, see above.
-
-    Not `summed`: the checksum of a spool file's rows is the caller's to compare.
 
     Raises CaptureUnproven when the engine captures something else than the profile says, and the
     failures of the server; RowFailure when this one capture is unusable.
     """
     if mode == "spool":
         capture = await server.capture(input_ids, rid=rid)
-        spooled = await take_capture(capture, input_ids, rid, profile, summed=summed)
+        spooled = await take_capture(capture, input_ids, rid, profile)
         return Captured(rows_of(spooled), capture.path)
     states_TW = await _counted(server, input_ids, rid)
     of_boundaries = len(profile.boundaries) * profile.hidden_size

@@ -23,7 +23,6 @@ from datagen.store.partition import PartitionStore
 from datagen.store.states import ShardReader, StatesSpec, encode, fit, to_batch
 from datagen.store.threads import usable_cpus
 from datagen.store.verify import verify_run
-from datagen.target.states import Captured
 from tests.collect.harness import Bench
 from tests.store.rows import (
     DIGEST,
@@ -69,7 +68,7 @@ async def test_few_samples_are_in_the_pool_and_the_loop_goes_on(
     gate, pool = Gate(monkeypatch), EncodePool(threads=2)
     store = open_store(tmp_path)
     tasks = [
-        asyncio.create_task(pool.encode(store, Captured(states_like(9, seed=n)))) for n in range(12)
+        asyncio.create_task(pool.encode(store.encode, states_like(9, seed=n))) for n in range(12)
     ]
     await until(lambda: gate.inside == 2)  # the loop runs while both threads are held
     assert pool._room.locked()
@@ -85,7 +84,7 @@ async def test_few_samples_are_in_the_pool_and_the_loop_goes_on(
 async def test_samples_encoded_at_once_are_stored_as_if_one_after_the_other(tmp_path: Path) -> None:
     pool, store = EncodePool(threads=4), open_store(tmp_path)
     answers = [response(n) for n in range(20)]
-    encoded = await asyncio.gather(*(pool.encode(store, Captured(states_of(a))) for a in answers))
+    encoded = await asyncio.gather(*(pool.encode(store.encode, states_of(a)) for a in answers))
     pool.close()
     assert len({e.params for e in encoded}) == 1
     for number, (answer, states) in enumerate(zip(answers, encoded, strict=True)):

@@ -245,7 +245,7 @@ def test_a_frame_of_another_size_or_with_more_behind_it_is_refused() -> None:
     for size in (0, 99, 101):
         with pytest.raises(zstandard.ZstdError, match="expected"):
             inflate(frame, np.empty(size, dtype=np.uint8))
-    for bad in (frame[:-1], frame + b"more", frame + frame, b"", b"no frame"):
+    for bad in (frame[:-1], bytes(frame) + b"more", bytes(frame) * 2, b"", b"no frame"):
         with pytest.raises(zstandard.ZstdError):
             inflate(bad, np.empty(100, dtype=np.uint8))
 

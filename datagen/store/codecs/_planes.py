@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from zstandard import ZstdError
 
 from datagen.store.arrow_row import Buffers, present, two_ends
 from datagen.store.codecs import _zstd as zstd
+from datagen.store.codecs._pool import joined
 from datagen.store.columns import binary_column, list_of
 
 Bytes = NDArray[np.uint8]
@@ -50,14 +51,6 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
-
-
-def pooled(shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[Any]:
-    """An array in memory of Arrow's pool, which it keeps: what the system gives afresh must be cleared
-    page by page first, a third of the time of decoding."""
-    count = shape[0] * shape[1]
-    memory = pa.allocate_buffer(count * np.dtype(dtype).itemsize)
-    return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
 
 
 # -- a bf16 as two bytes ------------------------------------------------------------------------
@@ -104,7 +97,7 @@ def blocks(n_tokens: int) -> range:
     return range(0, n_tokens, BLOCK_TOKENS)
 
 
-def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[bytes]:
+def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[memoryview]:
     """Fill `sm_TW`, and return the frames of one block: zstd of uint8 [block, group*H] by group."""
     from datagen.store import kernels
 
@@ -187,7 +180,7 @@ class Inflater:
 
 def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
     """One row of FRAMED_FIELDS; neither the plane nor a single frame is copied."""
-    whole = exp[0] if len(exp) == 1 else b"".join(exp)
+    whole = exp[0] if len(exp) == 1 else joined(exp)
     frames = binary_column([len(frame) for frame in exp], whole)
     return [list_of(FRAMES, frames), binary_column([len(sm)], sm)]
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from zstandard import ZstdError
 from zstandard.backend_cffi import ffi, lib  # type: ignore[attr-defined]
+
+from datagen.store.codecs._pool import copied
 
 Buffer = bytes | memoryview | NDArray[Any]
 
@@ -38,19 +41,19 @@ class Deflater:
         self._context = ffi.gc(lib.ZSTD_createCCtx(), lib.ZSTD_freeCCtx)
         for parameter, value in PARAMETERS.items():
             _checked(lib.ZSTD_CCtx_setParameter(self._context, parameter, value))
-        self._out, self._room, self._longest = ffi.NULL, 0, 0
+        self._out, self._longest = np.empty(0, dtype=np.uint8), 0
 
-    def __call__(self, content: Buffer) -> bytes:
+    def __call__(self, content: Buffer) -> memoryview:
         """One frame, which states the size of its content. `content`: contiguous."""
         source = ffi.from_buffer(content)
         if len(source) > self._longest:
+            self._out = np.empty(lib.ZSTD_compressBound(len(source)), dtype=np.uint8)
             self._longest = len(source)
-            self._room = lib.ZSTD_compressBound(self._longest)
-            self._out = ffi.new("char[]", self._room)
-        size = lib.ZSTD_compress2(self._context, self._out, self._room, source, len(source))
-        if size > self._room:
+        out = ffi.from_buffer(self._out, require_writable=True)
+        size = lib.ZSTD_compress2(self._context, out, len(out), source, len(source))
+        if size > len(out):
             _checked(size)
-        return bytes(ffi.buffer(self._out, size))
+        return copied(self._out[:size])
 
 
 class Inflater:

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from datagen.store.arrow_row import Buffers, present, two_ends
-from datagen.store.codecs import _planes as planes
 from datagen.store.codecs._planes import Bits, Bytes, Frame
+from datagen.store.codecs._pool import pooled
 
 PLAIN = pa.large_list(pa.field("item", pa.uint8(), nullable=False))
 
@@ -40,8 +40,8 @@ class IpcZstdCodec:
         """The planes. Arrow compresses them when the batch is written."""
         from datagen.store import kernels
 
-        exponents_TW = planes.pooled(rows_TW.shape, np.uint8)
-        sm_TW = planes.pooled(rows_TW.shape, np.uint8)
+        exponents_TW = pooled(rows_TW.shape, np.uint8)
+        sm_TW = pooled(rows_TW.shape, np.uint8)
         kernels.split(rows_TW, 0, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
         return [exponents_TW.data.cast("B")], sm_TW.data.cast("B")
 
@@ -73,7 +73,7 @@ class IpcZstdCodec:
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
         rows = slice(wanted.start, max(wanted.start, wanted.stop))
-        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
+        out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
         bias_W = _no_bias(width)
         for place, layer in enumerate(layers):
             kernels.join(

@@ -15,6 +15,7 @@ import pyarrow as pa
 from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import _planes as planes
 from datagen.store.codecs._planes import Bits, Bytes, Frame
+from datagen.store.codecs._pool import pooled
 
 LARGEST, INFINITY, QUIET = 0x7F78, 0x7F80, 0x0040
 DROPPED_BITS = 3
@@ -58,8 +59,8 @@ class Mantissa4Codec:
         """Frames of exponents, and the packed rest."""
         n, width = rows_TW.shape
         bias_W = np.frombuffer(params, dtype=np.uint8)
-        packed_TB = planes.pooled((n, _packed_width(width)), np.uint8)
-        frames: list[bytes] = []
+        packed_TB = pooled((n, _packed_width(width)), np.uint8)
+        frames: list[memoryview] = []
         for first in planes.blocks(n):
             block = slice(first, first + planes.BLOCK_TOKENS)
             block_TW = rounded(rows_TW[block])
@@ -99,7 +100,7 @@ class Mantissa4Codec:
         bias_W = np.frombuffer(params, dtype=np.uint8)
         packed_TB = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, packed)
         wanted = range(*tokens.indices(n_tokens))
-        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
+        out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
         inflater, unpacked, sm_TW = (
             planes.Inflater(exp, hidden),
             (-1, -1),

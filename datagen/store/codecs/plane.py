@@ -14,6 +14,7 @@ import pyarrow as pa
 from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import _planes as planes
 from datagen.store.codecs._planes import Bits, Frame
+from datagen.store.codecs._pool import pooled
 
 
 class PlaneCodec:
@@ -38,8 +39,8 @@ class PlaneCodec:
     ) -> tuple[Sequence[Frame], memoryview]:
         """Frames of exponents, and the raw plane."""
         bias_W = np.frombuffer(params, dtype=np.uint8)
-        sm_TW = planes.pooled(rows_TW.shape, np.uint8)
-        frames: list[bytes] = []
+        sm_TW = pooled(rows_TW.shape, np.uint8)
+        frames: list[memoryview] = []
         for first in planes.blocks(len(rows_TW)):
             block = slice(first, first + planes.BLOCK_TOKENS)
             frames += planes.deflate(rows_TW[block], bias_W, sm_TW[block], hidden)
@@ -75,7 +76,7 @@ class PlaneCodec:
         bias_W = np.frombuffer(params, dtype=np.uint8)
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
-        out_TW = planes.pooled((len(wanted), len(layers) * hidden), np.uint16)
+        out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
         inflater = planes.Inflater(exp, hidden)
         for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
             kernels.join(
