@@ -33,15 +33,17 @@ class Commits:
         """True while so many rows wait for the disk that more answers would only fill memory."""
         return self._waiting >= MAX_WAITING
 
-    async def run(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
+    async def run(
+        self, store: PartitionStore, action: Callable[[PartitionStore], T], *, n_bytes: int = 0
+    ) -> T:
         """Run `action` on the writer thread of `store`; returns once its rows are durable.
 
-        Raises its error.
+        `n_bytes`: about what it writes. Raises its error.
         """
         self._waiting += 1
         try:
             async with self._room:
-                order = Order(store, action, self._told, ticket=self._loop.create_future())
+                order = Order(store, action, self._told, n_bytes, ticket=self._loop.create_future())
                 committer = self._of.get(store)
                 if committer is None:
                     committer = self._of[store] = next(self._next)

@@ -237,6 +237,7 @@ async def _capture(
             return
         # taken out when it is written: its memory serves another sample while this one is synced
         encoded = [await shop.encoders.encode(store.encode, captured.rows)]
+        stored = encoded[0].n_bytes
         await shop.commit(
             store,
             lambda s: s.add_states(
@@ -246,6 +247,7 @@ async def _capture(
                 len(response.context_ids),
                 encoded.pop(),
             ),
+            n_bytes=stored,
         )
         if n_bytes > DISCARD_ASIDE_BYTES:
             await asyncio.to_thread(captured.discard)

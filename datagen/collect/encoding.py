@@ -18,7 +18,7 @@ from datagen.store.threads import usable_cpus
 
 MAX_THREADS, MAX_THREADS_WIDE = 8, 16  # more than a disk can follow
 QUEUED_PER_THREAD = 2  # encoded samples are as large as two thirds of the captured ones
-MAX_WRITERS, CPUS_PER_WRITER = 4, 4
+MAX_WRITERS, CPUS_PER_WRITER = 8, 2
 
 
 class EncodePool:

@@ -41,9 +41,14 @@ class Workshop:
     """A second server, for the final state alone."""
     lengths: LengthModel = field(default_factory=LengthModel)
 
-    async def commit(self, store: PartitionStore, action: Callable[[PartitionStore], T]) -> T:
-        """Run `action` on the writer thread of `store`; returns once its rows are durable."""
-        return await self.commits.run(store, action)
+    async def commit(
+        self, store: PartitionStore, action: Callable[[PartitionStore], T], *, n_bytes: int = 0
+    ) -> T:
+        """Run `action` on the writer thread of `store`; returns once its rows are durable.
+
+        `n_bytes`: about what it writes.
+        """
+        return await self.commits.run(store, action, n_bytes=n_bytes)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from datagen.store.partition import PartitionStore
 
-MAX_BATCH = 256
+MAX_BATCH, MAX_BATCH_BYTES = 256, 64 << 20  # no row waits for a gigabyte of others to be written
 GATHER_S = 0.05
 
 
@@ -28,6 +28,8 @@ class Order:
     action: Callable[[PartitionStore], Any]
     tell: Callable[[list[Order]], None]
     """Called on the writer thread, once a batch with all of the batch's orders that have the same one."""
+    n_bytes: int = 0
+    """About what the action writes."""
     ticket: Any = None
     """The caller's own."""
     result: Any = None
@@ -74,11 +76,13 @@ class GroupCommitter:
             if not self._closed:
                 time.sleep(max(0.0, self._next_batch_at - time.monotonic()))
             self._next_batch_at = time.monotonic() + GATHER_S
-            while len(orders) < MAX_BATCH:
+            n_bytes = orders[0].n_bytes if orders[0] else 0
+            while len(orders) < MAX_BATCH and n_bytes < MAX_BATCH_BYTES:
                 try:
                     orders.append(self._orders.get_nowait())
                 except queue.Empty:
                     break
+                n_bytes += orders[-1].n_bytes if orders[-1] else 0
             ending = None in orders
             self._carry_out([o for o in orders if o is not None])
             orders.clear()  # their rows, a gigabyte of them, would stay until the next batch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from datagen.errors import StorageFull
-from datagen.store.group_commit import GATHER_S, GroupCommitter, Order
+from datagen.store.group_commit import GATHER_S, MAX_BATCH_BYTES, GroupCommitter, Order
 from datagen.store.journal import Kind, read_journal
 from datagen.store.layout import PartitionLayout
 from datagen.store.partition import Outcome, PartitionStore
@@ -20,7 +20,10 @@ from tests.store.rows import collect, open_store, prompt_id, reject
 
 
 def submit(
-    committer: GroupCommitter, store: PartitionStore, action: Callable[[PartitionStore], Any]
+    committer: GroupCommitter,
+    store: PartitionStore,
+    action: Callable[[PartitionStore], Any],
+    n_bytes: int = 0,
 ) -> Future[Any]:
     """Order `action`; its future resolves once it is told."""
     future: Future[Any] = Future()
@@ -31,7 +34,7 @@ def submit(
         else:
             future.set_result(orders[0].result)
 
-    committer.put(Order(store, action, tell))
+    committer.put(Order(store, action, tell, n_bytes))
     return future
 
 
@@ -69,6 +72,27 @@ def test_rows_that_wait_together_share_one_commit(tmp_path: Path) -> None:
     committer.close()
     store.close()
     assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == 1
+
+
+def test_large_rows_are_told_a_few_at_a_time(tmp_path: Path) -> None:
+    store, committer = open_store(tmp_path), GroupCommitter()
+    started, gate = threading.Event(), threading.Event()
+
+    def wait(_: PartitionStore) -> None:
+        started.set()
+        gate.wait(10)
+
+    first = submit(committer, store, wait)
+    started.wait(10)
+    waiting = [
+        submit(committer, store, collecting(n), n_bytes=MAX_BATCH_BYTES // 2) for n in range(6)
+    ]
+    gate.set()
+    for future in [first, *waiting]:
+        future.result(timeout=10)
+    committer.close()
+    store.close()
+    assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == 3
 
 
 def test_many_threads_and_partitions_lose_nothing(tmp_path: Path) -> None:
