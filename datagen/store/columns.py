@@ -40,10 +40,10 @@ def list_of(kind: pa.DataType, values: NDArray[np.generic] | pa.Array) -> pa.Arr
     return _lists(kind, values, [len(values)])
 
 
-def binary_column(sizes: Sequence[int], content: bytes | memoryview) -> pa.Array:
-    """A `large_binary` column whose values of `sizes` bytes lie one after the other; not copied."""
-    buffers = [None, _ends(sizes), pa.py_buffer(content)]
-    return pa.Array.from_buffers(pa.large_binary(), len(sizes), buffers)
+def binary_column(ends: NDArray[np.int64], content: bytes | memoryview) -> pa.Array:
+    """A `large_binary` column: value i is the bytes from `ends[i]` to `ends[i+1]`; not copied."""
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_binary(), len(ends) - 1, buffers)
 
 
 def _numbers(kind: pa.DataType, values: NDArray[np.generic]) -> pa.Array:

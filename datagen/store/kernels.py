@@ -1,9 +1,11 @@
 """The loops that touch every value of a sample, compiled by Numba when they are first needed.
 
-One pass each, and outside the interpreter's lock from begin to end, so that threads do not queue for
-it. Slow to import (0.3 s): import it in the function that calls it. Arrays are C-contiguous; every
-argument is checked against the signature, and nothing else is: places and shapes are the caller's to
-get right. Compiled code is kept beside this file or in the user's cache (`$NUMBA_CACHE_DIR`).
+A sample is one call, outside the interpreter's lock from begin to end: threads that must ask for the
+lock at every step spend more time waiting for it than working, zstd's functions are therefore called
+from here, by their address. Slow to import (0.3 s): import it in the function that calls it. Arrays
+are C-contiguous; every argument's type is checked, and nothing else is: places and shapes are the
+caller's to get right. Compiled code is kept beside this file or in the user's cache
+(`$NUMBA_CACHE_DIR`).
 """
 
 from __future__ import annotations
@@ -13,74 +15,168 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
+Places = NDArray[np.int64]
 
-PLACE = types.int64
+WORD, PLACE = types.uintp, types.int64
 BYTES_IN = types.Array(types.uint8, 2, "C", readonly=True)
 BYTES_OUT = types.Array(types.uint8, 2, "C")
-BIAS = types.Array(types.uint8, 1, "C", readonly=True)
+FLAT_IN = types.Array(types.uint8, 1, "C", readonly=True)
+FLAT_OUT = types.Array(types.uint8, 1, "C")
 BITS_IN = types.Array(types.uint16, 2, "C", readonly=True)
 BITS_OUT = types.Array(types.uint16, 2, "C")
 LAYERS_IN = types.Array(types.uint16, 3, "C", readonly=True)
+PLACES_IN = types.Array(types.int64, 1, "C", readonly=True)
+PLACES_OUT = types.Array(types.int64, 1, "C")
+PIECES_IN = types.Array(types.int64, 2, "C", readonly=True)
 
 
-def compiled(*signature: types.Type) -> Callable[[Function], Function]:
-    """Compile a function of arrays that returns nothing."""
+def compiled(returned: types.Type, *arguments: types.Type) -> Callable[[Function], Function]:
+    """Compile a function of these types."""
 
     def of(function: Function) -> Function:
         made: Function
         try:
-            made = numba.njit(types.void(*signature), nogil=True, cache=True)(function)
+            made = numba.njit(returned(*arguments), nogil=True, cache=True)(function)
         except RuntimeError:  # no place to keep it can be written to
-            made = numba.njit(types.void(*signature), nogil=True)(function)
+            made = numba.njit(returned(*arguments), nogil=True)(function)
         return made
 
     return of
 
 
-@compiled(BITS_IN, PLACE, BIAS, BYTES_OUT, BYTES_OUT)
-def split(rows_TW: Bits, first: int, bias_W: Bytes, exponents_TG: Bytes, sm_TW: Bytes) -> None:
-    """Take the bf16 of the columns from `first` on, G of them, apart.
+@intrinsic  # type: ignore[untyped-decorator]
+def called(_: Any, address: Any, context: Any, into: Any, room: Any, source: Any, size: Any) -> Any:
+    """What the C function at `address` returns: size_t (context, into, room, source, size)."""
+    word = ir.IntType(types.uintp.bitwidth)
 
-    Fills all of `exponents_TG`, less the bias mod 256, and these columns of `sm_TW` (mantissa << 1 |
-    sign).
+    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
+        kind = ir.FunctionType(word, [word] * 5)
+        return builder.call(builder.inttoptr(given[0], ir.PointerType(kind)), given[1:])
+
+    return WORD(address, context, into, room, source, size), generate
+
+
+@compiled(types.void, BITS_IN, PLACE, PLACE, PLACE, PLACE, FLAT_IN, FLAT_OUT, BYTES_OUT)
+def split(
+    rows_TW: Bits, low: int, high: int, first: int, last: int,
+    bias_W: Bytes, exponents_N: Bytes, sm_TW: Bytes,
+) -> None:  # fmt: skip
+    """Take the bf16 of tokens [low, high) and columns [first, last) apart.
+
+    Their exponents, less the bias mod 256, go to the begin of `exponents_N`, row by row; mantissa << 1 |
+    sign to their own places in `sm_TW`.
     """
-    n, width = exponents_TG.shape
-    bias_G = bias_W[first : first + width]
-    for t in range(n):
-        row, sm = rows_TW[t, first : first + width], sm_TW[t, first : first + width]
-        exponents = exponents_TG[t]
+    width, bias = last - first, bias_W[first:last]
+    for t in range(low, high):
+        row, sm = rows_TW[t, first:last], sm_TW[t, first:last]
+        exponents = exponents_N[(t - low) * width : (t - low + 1) * width]
         for c in range(width):  # slices, because an index that might be negative is no vector's
             bits = row[c]
-            exponents[c] = np.uint8(bits >> 7) - bias_G[c]  # the sign falls off
+            exponents[c] = np.uint8(bits >> 7) - bias[c]  # the sign falls off
             sm[c] = np.uint8(bits << 1) | np.uint8(bits >> 15)
 
 
-@compiled(BYTES_IN, PLACE, BYTES_IN, PLACE, BIAS, BITS_OUT, PLACE, PLACE)
-def join(
-    exponents_TF: Bytes, inner: int, sm_TW: Bytes, source: int, bias_W: Bytes,
-    out_TV: Bits, place: int, width: int,
-) -> None:  # fmt: skip
-    """Put `width` columns together again, the inverse of `split`.
+@compiled(
+    WORD, WORD, WORD, BITS_IN, PLACE, PLACE, FLAT_IN, BYTES_OUT, FLAT_OUT, FLAT_OUT, PLACES_OUT
+)
+def deflate(
+    function: int, context: int, rows_TW: Bits, block: int, group: int, bias_W: Bytes,
+    sm_TW: Bytes, exponents_N: Bytes, into_N: Bytes, ends_F: Places,
+) -> np.uintp:  # fmt: skip
+    """`split` and compress a frame for every `block` of tokens and, within, every `group` of columns.
 
-    They begin at `inner` of the exponents, at `source` of `sm_TW` and the bias, at `place` of `out_TV`.
+    The frames go to `into_N`, one after the other; `ends_F`, [frames + 1], tells where each ends.
+    `exponents_N` has room for one. Returns 0, or what zstd returned that is an error.
+    """
+    n, width = rows_TW.shape
+    at, frame = np.int64(0), 0
+    ends_F[0] = 0
+    for low in range(0, n, block):
+        high = min(n, low + block)
+        for first in range(0, width, group):
+            last = min(width, first + group)
+            split(rows_TW, low, high, first, last, bias_W, exponents_N, sm_TW)
+            room = np.uintp(into_N.size - at)
+            size: np.uintp = called(
+                function, context, np.uintp(into_N.ctypes.data + at), room,
+                np.uintp(exponents_N.ctypes.data), np.uintp((high - low) * (last - first)),
+            )  # fmt: skip
+            if size > room:
+                return size
+            at += np.int64(size)
+            frame += 1
+            ends_F[frame] = at
+    return np.uintp(0)
+
+
+@compiled(
+    types.void, FLAT_IN, PLACE, PLACE, PLACE, PLACE, BYTES_IN, PLACE, PLACE, FLAT_IN,
+    BITS_OUT, PLACE, PLACE,
+)  # fmt: skip
+def join(
+    exponents_N: Bytes, begin: int, stride: int, low: int, high: int, sm_TW: Bytes, sm_first: int,
+    source: int, bias_W: Bytes, out_TV: Bits, place: int, width: int,
+) -> None:  # fmt: skip
+    """Put `width` columns of the rows [low, high) of `out_TV` together, the inverse of `split`.
+
+    Row by row they begin at `begin` of the exponents, `stride` further each; in the rows from `sm_first`
+    on of `sm_TW` at `source`, as in the bias; at `place` of the rows of `out_TV`.
     """
     bias = bias_W[source : source + width]
-    for t in range(len(out_TV)):
-        exponents = exponents_TF[t, inner : inner + width]
-        sm, out = sm_TW[t, source : source + width], out_TV[t, place : place + width]
+    for t in range(low, high):
+        at, s = begin + (t - low) * stride, sm_first + t - low
+        exponents = exponents_N[at : at + width]
+        sm, out = sm_TW[s, source : source + width], out_TV[t, place : place + width]
         for c in range(width):
-            high = np.uint16(np.uint8(exponents[c] + bias[c])) << np.uint16(7)
+            bits = np.uint16(np.uint8(exponents[c] + bias[c])) << np.uint16(7)
             sign = np.uint16(sm[c]) << np.uint16(15)
-            out[c] = high | np.uint16(sm[c] >> np.uint8(1)) | sign
+            out[c] = bits | np.uint16(sm[c] >> np.uint8(1)) | sign
 
 
-@compiled(LAYERS_IN, BITS_OUT, BITS_OUT)
+@compiled(
+    types.UniTuple(WORD, 2), WORD, WORD, FLAT_IN, PLACES_IN, PIECES_IN, PLACE, FLAT_OUT,
+    BYTES_IN, PLACE, FLAT_IN, BITS_OUT, PLACE,
+)  # fmt: skip
+def inflate(
+    function: int, context: int, data_N: Bytes, ends_F: Places, pieces: Places, hidden: int,
+    exponents_N: Bytes, sm_TW: Bytes, sm_first: int, bias_W: Bytes, out_TV: Bits, out_first: int,
+) -> tuple[np.uintp, np.uintp]:  # fmt: skip
+    """Decompress the frames of `pieces` (rows of `_planes.Piece`, in their order) and `join` them.
+
+    `sm_first`, `out_first`: the token of the first row of `sm_TW`, of `out_TV`. Returns 0, 0; or the
+    number of a frame, from 1 on, and what zstd returned for it instead of the size of its content.
+    """
+    open_frame = -1
+    for p in range(len(pieces)):
+        frame, first, size, low, high = pieces[p, :5]
+        in_frame, inner, layer, place, length = pieces[p, 5:]
+        if frame != open_frame:
+            expected = np.uintp(size * in_frame * hidden)
+            found: np.uintp = called(
+                function, context, np.uintp(exponents_N.ctypes.data), expected,
+                np.uintp(data_N.ctypes.data + ends_F[frame]), np.uintp(ends_F[frame + 1] - ends_F[frame]),
+            )  # fmt: skip
+            if found != expected:
+                return np.uintp(frame + 1), found
+            open_frame = frame
+        stride = in_frame * hidden
+        join(
+            exponents_N, (low - first) * stride + inner * hidden, stride,
+            low - out_first, high - out_first, sm_TW, low - sm_first, layer * hidden, bias_W,
+            out_TV, place * hidden, length * hidden,
+        )  # fmt: skip
+    return np.uintp(0), np.uintp(0)
+
+
+@compiled(types.void, LAYERS_IN, BITS_OUT, BITS_OUT)
 def extremes(bits_TLH: Bits, highest_TL: Bits, lowest_TL: Bits) -> None:
     """Largest and smallest magnitude of every row, as bit patterns without their sign."""
     n, n_layers, hidden = bits_TLH.shape

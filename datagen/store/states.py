@@ -250,7 +250,7 @@ class ShardReader:
         if self._codec.ipc_compression:
             return self._batches.body_bytes(self._within(index))
         row = self._row(index)
-        return sum(map(len, row.exp)) + len(row.sm)
+        return row.exp.n_bytes + len(row.sm)
 
     def _within(self, index: int) -> int:
         if not 0 <= index < len(self):

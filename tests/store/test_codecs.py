@@ -18,7 +18,7 @@ from datagen.config import collect_config
 from datagen.errors import ConfigError, CorruptFile
 from datagen.store import codecs
 from datagen.store.arrow_part import ArrowPart, recover
-from datagen.store.codecs import REGISTRY, _zstd, codec_named
+from datagen.store.codecs import REGISTRY, Frames, _planes, codec_named
 from datagen.store.codecs._planes import BLOCK_TOKENS
 from datagen.store.codecs.mantissa_4 import rounded
 from datagen.store.layout import part
@@ -228,26 +228,62 @@ def test_mantissa_4_halves_gaussian_states() -> None:
 # -- zstd ---------------------------------------------------------------------------------------
 
 
+def framed(content: NDArray[np.uint8]) -> tuple[Frames, NDArray[np.uint16]]:
+    """A sample of one layer whose exponents, less a bias of none, are `content` [tokens, H]."""
+    rows = content.astype(np.uint16) << 7
+    exp, _ = codec_named("plane").encode(rows, content.shape[1], bytes(content.shape[1]))
+    return exp, rows
+
+
+def unframed(exp: Frames, rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    n, hidden = rows.shape
+    found = codec_named("plane").decode(
+        exp, bytes(rows.size), n, hidden, hidden, bytes(hidden), slice(None), [0]
+    )
+    return found.reshape(rows.shape)
+
+
 def test_a_frame_is_huffman_coded_and_any_zstd_reads_it() -> None:
     """No match is looked for, and yet the size is what Huffman codes of a skewed byte give."""
-    content = np.random.default_rng(0).geometric(0.5, 300_000).astype(np.uint8)
-    frame = _zstd.Deflater()(content)
-    assert 2.0 < 8 * len(frame) / len(content) < 2.02  # the entropy of it is 2 bits
-    assert zstandard.frame_content_size(frame) == len(content)
-    assert zstandard.ZstdDecompressor().decompress(frame) == content.tobytes()
-    back = np.empty_like(content)
-    _zstd.Inflater()(frame, back)
-    assert np.array_equal(back, content)
+    content = np.random.default_rng(0).geometric(0.5, (500, 600)).astype(np.uint8)
+    exp, rows = framed(content)
+    assert exp.count == 1
+    assert 2.0 < 8 * exp.n_bytes / content.size < 2.02  # the entropy of it is 2 bits
+    assert zstandard.frame_content_size(exp.data) == content.size
+    assert zstandard.ZstdDecompressor().decompress(exp.data) == content.tobytes()
+    assert np.array_equal(unframed(exp, rows), rows)
 
 
 def test_a_frame_of_another_size_or_with_more_behind_it_is_refused() -> None:
-    inflate, frame = _zstd.Inflater(), _zstd.Deflater()(np.arange(100, dtype=np.uint8))
-    for size in (0, 99, 101):
-        with pytest.raises(zstandard.ZstdError, match="expected"):
-            inflate(frame, np.empty(size, dtype=np.uint8))
-    for bad in (frame[:-1], bytes(frame) + b"more", bytes(frame) * 2, b"", b"no frame"):
-        with pytest.raises(zstandard.ZstdError):
-            inflate(bad, np.empty(100, dtype=np.uint8))
+    exp, rows = framed(np.arange(100, dtype=np.uint8).reshape(10, 10))
+    frame = bytes(exp.data)
+    for bad in (frame[:-1], frame + b"more", frame * 2, b"", b"no frame"):
+        with pytest.raises(ValueError, match="frame 0"):
+            unframed(Frames.checked(bad, np.array([0, len(bad)])), rows)
+    for tokens in (9, 11):
+        with pytest.raises(ValueError, match="frame 0"):
+            unframed(exp, np.empty((tokens, 10), dtype=np.uint16))
+
+
+@pytest.mark.parametrize(
+    "ends", [[], [0, 200], [-1, 100], [50, 20], [0, 60, 40, 100], [1 << 62, 1 << 63 - 1]]
+)
+def test_ends_that_leave_the_data_never_reach_compiled_code(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match="ends of frames"):
+        Frames.checked(bytes(100), np.array(ends, dtype=np.int64))
+
+
+def test_a_long_sample_is_compressed_in_several_calls_to_the_same_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, rows = spec_of("plane"), states_like(3 * BLOCK_TOKENS + 5, spec=spec_of("plane"))
+    params = fit(spec, rows)
+    whole = encode(spec, params, rows)
+    monkeypatch.setattr(_planes, "CALL_BYTES", 2 * BLOCK_TOKENS * spec.width)
+    parts = encode(spec, params, rows)
+    assert bytes(parts.exp.data) == bytes(whole.exp.data)
+    assert parts.exp.ends.tolist() == whole.exp.ends.tolist()
+    assert len(whole.exp.ends) == 5
 
 
 # -- the registry -------------------------------------------------------------------------------

@@ -31,25 +31,31 @@ def test_split_is_what_it_says_and_join_undoes_it(
 ) -> None:
     n, layers, hidden = shape
     rows, bias = drawn(seed, n, layers * hidden), drawn(seed, layers * hidden).astype(np.uint8)
-    first = data.draw(st.integers(0, layers - 1))
-    last = data.draw(st.integers(first + 1, layers))
-    columns = slice(first * hidden, last * hidden)
-    exponents = np.empty((n, (last - first) * hidden), dtype=np.uint8)
-    sm = np.full((n, layers * hidden), 77, dtype=np.uint8)
-    kernels.split(rows, columns.start, bias, exponents, sm)
-    chosen = rows[:, columns]
-    assert np.array_equal(exponents, (chosen >> 7).astype(np.uint8) - bias[columns])
-    assert np.array_equal(sm[:, columns], (chosen << 1).astype(np.uint8) | (chosen >> 15))
-    others = np.delete(sm, np.arange(columns.start, columns.stop), axis=1)
-    assert (others == 77).all()
-    back = np.full((n, layers * hidden), 7, dtype=np.uint16)
+    low = data.draw(st.integers(0, n - 1))
+    high = data.draw(st.integers(low + 1, n))
+    first = data.draw(st.integers(0, layers - 1)) * hidden
+    last = data.draw(st.integers(first + 1, layers * hidden))
+    width = last - first
+    exponents = np.full(width * (high - low) + 3, 55, dtype=np.uint8)
+    sm = np.full(rows.shape, 77, dtype=np.uint8)
+    kernels.split(rows, low, high, first, last, bias, exponents, sm)
+    chosen = rows[low:high, first:last]
+    wanted = (chosen >> 7).astype(np.uint8) - bias[first:last]
+    assert exponents.tolist() == [*wanted.ravel().tolist(), 55, 55, 55]
+    assert np.array_equal(sm[low:high, first:last], (chosen << 1).astype(np.uint8) | (chosen >> 15))
+    sm[low:high, first:last] = 77
+    assert (sm == 77).all()
+    kernels.split(rows, low, high, first, last, bias, exponents, sm)
     for frozen in (exponents, sm, bias):
         frozen.flags.writeable = False  # as what is read from a file
-    inner = data.draw(st.integers(0, last - first - 1)) * hidden
-    width = len(exponents[0]) - inner
-    kernels.join(exponents, inner, sm, columns.start + inner, bias, back, 0, width)
-    assert np.array_equal(back[:, :width], chosen[:, inner:])
-    assert (back[:, width:] == 7).all()
+    back = np.full(rows.shape, 7, dtype=np.uint16)
+    inner = data.draw(st.integers(0, width - 1))
+    kernels.join(
+        exponents, inner, width, 0, high - low, sm, low, first + inner, bias, back, 0, width - inner
+    )
+    assert np.array_equal(back[: high - low, : width - inner], chosen[:, inner:])
+    back[: high - low, : width - inner] = 7
+    assert (back == 7).all()
 
 
 @settings(deadline=None)

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from datagen.errors import ConfigError
 from datagen.store.arrow_row import Buffers
+from datagen.store.codecs._frames import Frames as Frames
 
 Rows = NDArray[np.uint16]
-Frames = Sequence[bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Encoded:
     @property
     def n_bytes(self) -> int:
         """Stored size, before Arrow's own compression where the codec leaves that to it."""
-        return sum(map(len, self.exp)) + len(self.sm)
+        return self.exp.n_bytes + len(self.sm)
 
 
 class Codec(Protocol):

@@ -7,7 +7,6 @@ off, sits at the entropy of a Gaussian (about 2.6 bits), and Huffman coding brin
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,16 +18,20 @@ from zstandard import ZstdError
 
 from datagen.store.arrow_row import Buffers, present, two_ends
 from datagen.store.codecs import _zstd as zstd
-from datagen.store.codecs._pool import joined
+from datagen.store.codecs._frames import Frames
+from datagen.store.codecs._pool import copied
 from datagen.store.columns import binary_column, list_of
 
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
-Frame = bytes | memoryview
+Plane = bytes | memoryview
 
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
+CALL_BYTES = (
+    32 << 20
+)  # of exponents, compressed at a time: scratch space of every thread that encodes
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -40,14 +43,20 @@ class _OfThread(threading.local):
     """What is made once a thread: contexts and scratch space cost as much as a small sample."""
 
     def __init__(self) -> None:
-        self.deflate, self.inflate = zstd.Deflater(), zstd.Inflater()
-        self._exponents = np.empty(0, dtype=np.uint8)
+        self.deflater, self.inflater = zstd.Deflater(), zstd.Inflater()
+        self._exponents = self._frames = np.empty(0, dtype=np.uint8)
 
-    def exponents(self, rows: int, width: int) -> Bytes:
-        """An array uint8 [rows, width], valid until the next call."""
-        if len(self._exponents) < rows * width:
-            self._exponents = np.empty(rows * width, dtype=np.uint8)
-        return self._exponents[: rows * width].reshape(rows, width)
+    def exponents(self, size: int) -> Bytes:
+        """So many bytes at least, valid until the next call."""
+        if len(self._exponents) < size:
+            self._exponents = np.empty(size, dtype=np.uint8)
+        return self._exponents
+
+    def frames(self, size: int) -> Bytes:
+        """So many bytes at least, valid until the next call."""
+        if len(self._frames) < size:
+            self._frames = np.empty(size, dtype=np.uint8)
+        return self._frames
 
 
 _of_thread = _OfThread()
@@ -97,23 +106,35 @@ def blocks(n_tokens: int) -> range:
     return range(0, n_tokens, BLOCK_TOKENS)
 
 
-def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> list[memoryview]:
-    """Fill `sm_TW`, and return the frames of one block: zstd of uint8 [block, group*H] by group."""
+def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> Frames:
+    """Fill `sm_TW`, and return the frames: zstd of uint8 [block, group*H], by block and group of layers."""
     from datagen.store import kernels
 
-    frames = []
-    for a, b in layer_groups(hidden, rows_TW.shape[1] // hidden):
-        exponents = _of_thread.exponents(len(rows_TW), (b - a) * hidden)
-        kernels.split(rows_TW, a * hidden, bias_W, exponents, sm_TW)
-        frames.append(_of_thread.deflate(exponents))
-    return frames
+    width, deflater = rows_TW.shape[1], _of_thread.deflater
+    groups = layer_groups(hidden, width // hidden)
+    group = groups[0][1] * hidden
+    step = max(1, CALL_BYTES // (BLOCK_TOKENS * width)) * BLOCK_TOKENS
+    parts = []
+    for at in range(0, len(rows_TW), step):
+        rows, sm = rows_TW[at : at + step], sm_TW[at : at + step]
+        ends = np.empty(len(blocks(len(rows))) * len(groups) + 1, dtype=np.int64)
+        into = _of_thread.frames(zstd.largest(rows.size, len(ends)))
+        exponents = _of_thread.exponents(min(len(rows), BLOCK_TOKENS) * group)
+        zstd.require(
+            kernels.deflate(
+                deflater.function, deflater.context, rows, BLOCK_TOKENS, group, bias_W, sm, exponents,
+                into, ends,
+            )
+        )  # fmt: skip
+        parts.append(Frames(copied(into[: ends[-1]]), ends))
+    return Frames.of(parts)
 
 
-def require_shape(exp: Sequence[Frame], n_tokens: int, width: int, hidden: int) -> None:
+def require_shape(exp: Frames, n_tokens: int, width: int, hidden: int) -> None:
     """Raise ValueError unless there is a frame for every block and group of layers."""
     expected = len(blocks(n_tokens)) * len(layer_groups(hidden, width // hidden))
-    if n_tokens < 1 or len(exp) != expected:
-        raise ValueError(f"{len(exp)} frames, {expected} expected for {n_tokens} tokens")
+    if n_tokens < 1 or exp.count != expected:
+        raise ValueError(f"{exp.count} frames, {expected} expected for {n_tokens} tokens")
 
 
 def pieces(
@@ -150,42 +171,43 @@ def _runs(hidden: int, n_layers: int, layers: tuple[int, ...]) -> list[tuple[int
     return found
 
 
-class Inflater:
-    """Frames of one sample, decompressed as they are asked for; the last one is kept.
+def inflate(
+    exp: Frames, pieces: Sequence[Piece], hidden: int, sm_TW: Bytes, sm_first: int, bias_W: Bytes,
+    out_TV: Bits, out_first: int,
+) -> None:  # fmt: skip
+    """Fill what `pieces` name of `out_TV`. `sm_first`, `out_first`: the tokens of the first rows of both.
 
-    One at a time on a thread: they share its scratch space.
+    Raises ValueError for a frame that is none, or of another size than its piece says.
     """
+    from datagen.store import kernels
 
-    def __init__(self, exp: Sequence[Frame], hidden: int) -> None:
-        self._exp, self._hidden = exp, hidden
-        self._last: tuple[int, Bytes] | None = None
-
-    def exponents(self, piece: Piece) -> Bytes:
-        """uint8 [high-low, layers_in_frame*H]: the rows of a piece, still less the bias.
-
-        Valid until the next call. Raises ValueError.
-        """
-        if self._last is None or self._last[0] != piece.frame:
-            whole = _of_thread.exponents(piece.size, piece.layers_in_frame * self._hidden)
-            try:
-                _of_thread.inflate(self._exp[piece.frame], whole)
-            except ZstdError as e:
-                raise ValueError(f"a frame cannot be decompressed: {e}") from e
-            self._last = (piece.frame, whole)
-        return self._last[1][piece.low - piece.first : piece.high - piece.first]
+    if not pieces:
+        return
+    inflater = _of_thread.inflater
+    frame, found = kernels.inflate(
+        inflater.function, inflater.context, np.frombuffer(exp.data, dtype=np.uint8), exp.ends,
+        np.array(pieces, dtype=np.int64), hidden,
+        _of_thread.exponents(max(p.size * p.layers_in_frame for p in pieces) * hidden),
+        sm_TW, sm_first, bias_W, out_TV, out_first,
+    )  # fmt: skip
+    if frame:
+        try:
+            zstd.require(found)
+        except ZstdError as e:
+            raise ValueError(f"frame {frame - 1} cannot be decompressed: {e}") from e
+        raise ValueError(f"frame {frame - 1} holds {found} bytes, which is not its size")
 
 
 # -- columns ------------------------------------------------------------------------------------
 
 
-def framed_arrays(exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
-    """One row of FRAMED_FIELDS; neither the plane nor a single frame is copied."""
-    whole = exp[0] if len(exp) == 1 else joined(exp)
-    frames = binary_column([len(frame) for frame in exp], whole)
-    return [list_of(FRAMES, frames), binary_column([len(sm)], sm)]
+def framed_arrays(exp: Frames, sm: Plane) -> list[pa.Array]:
+    """One row of FRAMED_FIELDS, without a copy."""
+    whole = np.array([0, len(sm)], dtype=np.int64)
+    return [list_of(FRAMES, binary_column(exp.ends, exp.data)), binary_column(whole, sm)]
 
 
-def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+def framed_parts(exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
     """The inverse of `framed_arrays`, without a copy. Raises ValueError, struct.error."""
     _, list_ends, _, frame_ends, frames = exp
     _, plane_ends, plane = sm
@@ -195,8 +217,5 @@ def framed_parts(exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryvie
     stored = present(frame_ends)[8 * first : 8 * (last + 1)]
     if len(stored) != 8 * (last - first + 1):
         raise ValueError(f"{len(stored)} bytes of ends of {last - first} frames")
-    ends = stored.cast("q").tolist()
-    return (
-        [present(frames)[a:b] for a, b in itertools.pairwise(ends)],
-        present(plane)[slice(*two_ends(plane_ends))],
-    )
+    ends = np.frombuffer(stored, dtype=np.int64)
+    return Frames.checked(present(frames), ends), present(plane)[slice(*two_ends(plane_ends))]

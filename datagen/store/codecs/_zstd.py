@@ -1,26 +1,18 @@
-"""zstd as the codecs need it: Huffman coding and little else, out of and into memory that is there.
+"""zstd as the codecs need it: Huffman coding and little else.
 
 Of exponents zstd's matcher finds false matches only, which cost a quarter of the time and some of the
 size. What switches it off (a long stride) also switches Huffman coding off, unless
 `literalCompressionMode` says otherwise. Of the ways to zstd in Python only the cffi backend of
-`zstandard`, which is the whole C interface, can say it; nor do the others decompress into given memory.
-Frames are plain zstd: any reader understands them.
-
-Every call of `lib` gives the interpreter away and waits for it again, so few are made.
+`zstandard`, which is the whole C interface, can say it; and it has the functions' addresses, by which
+compiled code (`store/kernels.py`) calls them. Frames are plain zstd: any reader understands them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import SupportsInt
 
-import numpy as np
-from numpy.typing import NDArray
 from zstandard import ZstdError
 from zstandard.backend_cffi import ffi, lib  # type: ignore[attr-defined]
-
-from datagen.store.codecs._pool import copied
-
-Buffer = bytes | memoryview | NDArray[Any]
 
 PARAMETERS = {
     lib.ZSTD_c_compressionLevel: 1,
@@ -34,50 +26,42 @@ PARAMETERS = {
 }
 
 
+def _address(pointer: object) -> int:
+    return int(ffi.cast("uintptr_t", pointer))
+
+
 class Deflater:
-    """Compresses; belongs to one thread, and leaves the interpreter to the others meanwhile."""
+    """A context that compresses; belongs to one thread. `context`, `function`: addresses.
+
+    `function`: size_t (context, destination, its room, source, its size), as `Inflater`'s.
+    """
+
+    function = _address(ffi.addressof(lib, "ZSTD_compress2"))
 
     def __init__(self) -> None:
         self._context = ffi.gc(lib.ZSTD_createCCtx(), lib.ZSTD_freeCCtx)
         for parameter, value in PARAMETERS.items():
-            _checked(lib.ZSTD_CCtx_setParameter(self._context, parameter, value))
-        self._out, self._longest = np.empty(0, dtype=np.uint8), 0
-
-    def __call__(self, content: Buffer) -> memoryview:
-        """One frame, which states the size of its content. `content`: contiguous."""
-        source = ffi.from_buffer(content)
-        if len(source) > self._longest:
-            self._out = np.empty(lib.ZSTD_compressBound(len(source)), dtype=np.uint8)
-            self._longest = len(source)
-        out = ffi.from_buffer(self._out, require_writable=True)
-        size = lib.ZSTD_compress2(self._context, out, len(out), source, len(source))
-        if size > len(out):
-            _checked(size)
-        return copied(self._out[:size])
+            require(lib.ZSTD_CCtx_setParameter(self._context, parameter, value))
+        self.context = _address(self._context)
 
 
 class Inflater:
-    """Decompresses; belongs to one thread, and leaves the interpreter to the others meanwhile."""
+    """A context that decompresses; belongs to one thread."""
+
+    function = _address(ffi.addressof(lib, "ZSTD_decompressDCtx"))
 
     def __init__(self) -> None:
         self._context = ffi.gc(lib.ZSTD_createDCtx(), lib.ZSTD_freeDCtx)
-
-    def __call__(self, frame: bytes | memoryview, out: NDArray[Any]) -> None:
-        """Fill `out`, contiguous, with the content of `frame`.
-
-        Raises ZstdError unless it is one sound frame whose content has exactly that size.
-        """
-        source, into = ffi.from_buffer(frame), ffi.from_buffer(out, require_writable=True)
-        stated = lib.ZSTD_getFrameContentSize(source, len(source))
-        if stated != len(into):
-            raise ZstdError(f"it does not state the {len(into)} bytes expected")
-        size = lib.ZSTD_decompressDCtx(self._context, into, len(into), source, len(source))
-        if size != len(into):
-            raise ZstdError(f"{_checked(size)} bytes, {len(into)} stated")
+        self.context = _address(self._context)
 
 
-def _checked(result: int) -> int:
-    """What zstd returned, unless it is an error: ZstdError then."""
-    if lib.ZSTD_isError(result):
-        raise ZstdError(ffi.string(lib.ZSTD_getErrorName(result)).decode())
-    return result
+def require(result: SupportsInt) -> None:
+    """Raise ZstdError for what zstd returned, if it is an error."""
+    if lib.ZSTD_isError(int(result)):
+        raise ZstdError(ffi.string(lib.ZSTD_getErrorName(int(result))).decode())
+
+
+def largest(n_bytes: int, frames: int) -> int:
+    """How many bytes `frames` frames of `n_bytes` of content in all can take at most."""
+    # compressBound: 1/256 more, and up to 64 bytes of a small one
+    return n_bytes + (n_bytes >> 8) + 512 * frames

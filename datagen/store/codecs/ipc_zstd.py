@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from datagen.store.arrow_row import Buffers, present, two_ends
-from datagen.store.codecs._planes import Bits, Bytes, Frame
+from datagen.store.codecs._frames import Frames
+from datagen.store.codecs._planes import Bits, Bytes, Plane
 from datagen.store.codecs._pool import pooled
 
 PLAIN = pa.large_list(pa.field("item", pa.uint8(), nullable=False))
@@ -36,27 +37,27 @@ class IpcZstdCodec:
 
     def encode(
         self, rows_TW: Bits, hidden: int, params: bytes  # noqa: ARG002
-    ) -> tuple[Sequence[Frame], memoryview]:  # fmt: skip
+    ) -> tuple[Frames, memoryview]:  # fmt: skip
         """The planes. Arrow compresses them when the batch is written."""
         from datagen.store import kernels
 
-        exponents_TW = pooled(rows_TW.shape, np.uint8)
-        sm_TW = pooled(rows_TW.shape, np.uint8)
-        kernels.split(rows_TW, 0, _no_bias(rows_TW.shape[1]), exponents_TW, sm_TW)
-        return [exponents_TW.data.cast("B")], sm_TW.data.cast("B")
+        n, width = rows_TW.shape
+        exponents_TW, sm_TW = pooled(rows_TW.shape, np.uint8), pooled(rows_TW.shape, np.uint8)
+        kernels.split(rows_TW, 0, n, 0, width, _no_bias(width), exponents_TW.reshape(-1), sm_TW)
+        return _one(exponents_TW.data.cast("B")), sm_TW.data.cast("B")
 
-    def arrays(self, exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
+    def arrays(self, exp: Frames, sm: Plane) -> list[pa.Array]:
         """One row of `fields`, without a copy."""
-        return [_plain_array(exp[0]), _plain_array(sm)]
+        return [_plain_array(exp.data), _plain_array(sm)]
 
-    def stored(self, exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
         """The inverse of `arrays`."""
-        return [_plain_bytes(exp)], _plain_bytes(sm)
+        return _one(_plain_bytes(exp)), _plain_bytes(sm)
 
     def decode(
         self,
-        exp: Sequence[Frame],
-        sm: Frame,
+        exp: Frames,
+        sm: Plane,
         n_tokens: int,
         width: int,
         hidden: int,
@@ -67,27 +68,31 @@ class IpcZstdCodec:
         """uint16 [tokens, len(layers), H]."""
         from datagen.store import kernels
 
-        if len(exp) != 1 or not len(exp[0]) == len(sm) == n_tokens * width:
-            raise ValueError(f"{[*map(len, exp), len(sm)]} bytes for {n_tokens} x {width}")
-        exponents_TW = np.frombuffer(exp[0], dtype=np.uint8).reshape(n_tokens, width)
+        if not exp.n_bytes == len(sm) == n_tokens * width:
+            raise ValueError(f"{exp.n_bytes} and {len(sm)} bytes for {n_tokens} x {width}")
+        exponents_N = np.frombuffer(exp.data, dtype=np.uint8)
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
-        rows = slice(wanted.start, max(wanted.start, wanted.stop))
         out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
         bias_W = _no_bias(width)
         for place, layer in enumerate(layers):
+            source = layer * hidden
             kernels.join(
-                exponents_TW[rows], layer * hidden, sm_TW[rows], layer * hidden, bias_W,
-                out_TW, place * hidden, hidden,
+                exponents_N, wanted.start * width + source, width, 0, len(wanted), sm_TW, wanted.start,
+                source, bias_W, out_TW, place * hidden, hidden,
             )  # fmt: skip
         return out_TW.reshape(len(wanted), len(layers), hidden)
+
+
+def _one(plane: Plane) -> Frames:
+    return Frames(plane, np.array([0, len(plane)], dtype=np.int64))
 
 
 def _no_bias(width: int) -> Bytes:
     return np.zeros(width, dtype=np.uint8)
 
 
-def _plain_array(plane: Frame) -> pa.Array:
+def _plain_array(plane: Plane) -> pa.Array:
     values = pa.Array.from_buffers(pa.uint8(), len(plane), [None, pa.py_buffer(plane)])
     offsets = pa.py_buffer(np.array([0, len(plane)], dtype=np.int64))
     return pa.Array.from_buffers(PLAIN, 1, [None, offsets], children=[values])

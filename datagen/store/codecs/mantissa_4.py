@@ -7,6 +7,7 @@ zeros and signs stay what they are. Encoding what was decoded changes nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,8 @@ import pyarrow as pa
 
 from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import _planes as planes
-from datagen.store.codecs._planes import Bits, Bytes, Frame
+from datagen.store.codecs._frames import Frames
+from datagen.store.codecs._planes import Bits, Bytes, Plane
 from datagen.store.codecs._pool import pooled
 
 LARGEST, INFINITY, QUIET = 0x7F78, 0x7F80, 0x0040
@@ -53,34 +55,32 @@ class Mantissa4Codec:
         """The median exponent of every channel."""
         return planes.median_exponents(rounded(rows_TW[: planes.FIT_TOKENS])).tobytes()
 
-    def encode(
-        self, rows_TW: Bits, hidden: int, params: bytes
-    ) -> tuple[Sequence[Frame], memoryview]:
+    def encode(self, rows_TW: Bits, hidden: int, params: bytes) -> tuple[Frames, memoryview]:
         """Frames of exponents, and the packed rest."""
         n, width = rows_TW.shape
         bias_W = np.frombuffer(params, dtype=np.uint8)
         packed_TB = pooled((n, _packed_width(width)), np.uint8)
-        frames: list[memoryview] = []
+        frames = []
         for first in planes.blocks(n):
             block = slice(first, first + planes.BLOCK_TOKENS)
             block_TW = rounded(rows_TW[block])
             sm_TW = np.empty(block_TW.shape, dtype=np.uint8)
-            frames += planes.deflate(block_TW, bias_W, sm_TW, hidden)
+            frames.append(planes.deflate(block_TW, bias_W, sm_TW, hidden))
             _pack(sm_TW, packed_TB[block])
-        return frames, packed_TB.data.cast("B")
+        return Frames.of(frames), packed_TB.data.cast("B")
 
-    def arrays(self, exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
+    def arrays(self, exp: Frames, sm: Plane) -> list[pa.Array]:
         """One row of `fields`."""
         return planes.framed_arrays(exp, sm)
 
-    def stored(self, exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
         """The inverse of `arrays`."""
         return planes.framed_parts(exp, sm)
 
     def decode(
         self,
-        exp: Sequence[Frame],
-        sm: Frame,
+        exp: Frames,
+        sm: Plane,
         n_tokens: int,
         width: int,
         hidden: int,
@@ -89,8 +89,6 @@ class Mantissa4Codec:
         layers: Sequence[int],
     ) -> Bits:
         """uint16 [tokens, len(layers), H]; only the frames that are asked for are decompressed."""
-        from datagen.store import kernels
-
         planes.require_shape(exp, n_tokens, width, hidden)
         packed = _packed_width(width)
         if len(sm) != n_tokens * packed or len(params) != width:
@@ -101,18 +99,10 @@ class Mantissa4Codec:
         packed_TB = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, packed)
         wanted = range(*tokens.indices(n_tokens))
         out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
-        inflater, unpacked, sm_TW = (
-            planes.Inflater(exp, hidden),
-            (-1, -1),
-            np.empty((0, width), "u1"),
-        )
-        for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
-            if unpacked != (p.low, p.high):
-                unpacked, sm_TW = (p.low, p.high), _unpack(packed_TB[p.low : p.high], width)
-            kernels.join(
-                inflater.exponents(p), p.inner * hidden, sm_TW, p.layer * hidden, bias_W,
-                out_TW[p.low - wanted.start : p.high - wanted.start], p.place * hidden, p.length * hidden,
-            )  # fmt: skip
+        pieces = planes.pieces(n_tokens, hidden, width // hidden, wanted, layers)
+        for (low, high), of_block in itertools.groupby(pieces, key=lambda p: (p.low, p.high)):
+            sm_TW = _unpack(packed_TB[low:high], width)
+            planes.inflate(exp, [*of_block], hidden, sm_TW, low, bias_W, out_TW, wanted.start)
         return out_TW.reshape(len(wanted), len(layers), hidden)
 
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from datagen.store.arrow_row import Buffers
 from datagen.store.codecs import _planes as planes
-from datagen.store.codecs._planes import Bits, Frame
+from datagen.store.codecs._frames import Frames
+from datagen.store.codecs._planes import Bits, Plane
 from datagen.store.codecs._pool import pooled
 
 
@@ -34,30 +35,24 @@ class PlaneCodec:
         """The median exponent of every channel."""
         return planes.median_exponents(rows_TW).tobytes()
 
-    def encode(
-        self, rows_TW: Bits, hidden: int, params: bytes
-    ) -> tuple[Sequence[Frame], memoryview]:
+    def encode(self, rows_TW: Bits, hidden: int, params: bytes) -> tuple[Frames, memoryview]:
         """Frames of exponents, and the raw plane."""
-        bias_W = np.frombuffer(params, dtype=np.uint8)
         sm_TW = pooled(rows_TW.shape, np.uint8)
-        frames: list[memoryview] = []
-        for first in planes.blocks(len(rows_TW)):
-            block = slice(first, first + planes.BLOCK_TOKENS)
-            frames += planes.deflate(rows_TW[block], bias_W, sm_TW[block], hidden)
-        return frames, sm_TW.data.cast("B")
+        exp = planes.deflate(rows_TW, np.frombuffer(params, dtype=np.uint8), sm_TW, hidden)
+        return exp, sm_TW.data.cast("B")
 
-    def arrays(self, exp: Sequence[Frame], sm: Frame) -> list[pa.Array]:
+    def arrays(self, exp: Frames, sm: Plane) -> list[pa.Array]:
         """One row of `fields`."""
         return planes.framed_arrays(exp, sm)
 
-    def stored(self, exp: Buffers, sm: Buffers) -> tuple[list[memoryview], memoryview]:
+    def stored(self, exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
         """The inverse of `arrays`."""
         return planes.framed_parts(exp, sm)
 
     def decode(
         self,
-        exp: Sequence[Frame],
-        sm: Frame,
+        exp: Frames,
+        sm: Plane,
         n_tokens: int,
         width: int,
         hidden: int,
@@ -66,23 +61,17 @@ class PlaneCodec:
         layers: Sequence[int],
     ) -> Bits:
         """uint16 [tokens, len(layers), H]; only the frames that are asked for are decompressed."""
-        from datagen.store import kernels
-
         planes.require_shape(exp, n_tokens, width, hidden)
         if len(sm) != n_tokens * width or len(params) != width:
             raise ValueError(
                 f"{len(sm)} raw bytes and {len(params)} of bias for {n_tokens} x {width}"
             )
-        bias_W = np.frombuffer(params, dtype=np.uint8)
         sm_TW = np.frombuffer(sm, dtype=np.uint8).reshape(n_tokens, width)
         wanted = range(*tokens.indices(n_tokens))
         out_TW = pooled((len(wanted), len(layers) * hidden), np.uint16)
-        inflater = planes.Inflater(exp, hidden)
-        for p in planes.pieces(n_tokens, hidden, width // hidden, wanted, layers):
-            kernels.join(
-                inflater.exponents(p), p.inner * hidden, sm_TW[p.low : p.high], p.layer * hidden, bias_W,
-                out_TW[p.low - wanted.start : p.high - wanted.start], p.place * hidden, p.length * hidden,
-            )  # fmt: skip
+        pieces = [*planes.pieces(n_tokens, hidden, width // hidden, wanted, layers)]
+        bias_W = np.frombuffer(params, dtype=np.uint8)
+        planes.inflate(exp, pieces, hidden, sm_TW, 0, bias_W, out_TW, wanted.start)
         return out_TW.reshape(len(wanted), len(layers), hidden)
 
 
