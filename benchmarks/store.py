@@ -7,7 +7,7 @@ python benchmarks/store.py --machine "16 cores" codecs threads    # figures of a
 codecs      real SmolLM2 states (computed in float32 and in bfloat16) and Kimi-width synthetic ones:
             ratio, the conditional-entropy limit, MB of raw states per CPU second, beside Arrow IPC zstd 1,
             Parquet BYTE_STREAM_SPLIT + zstd 1, blosc2 and zipnn, in 5 alternating rounds
-threads     2, 4 and 8 threads against one, encoding and decoding, beside as many threads of plain zstd
+threads     2, 4 and 8 threads against one, encoding and decoding, beside as many processes
 read        2,000 samples in random order, warm and cold: the store, `.pt` files, Arrow's own zstd
 open        83,000 samples: time to open, memory of the index, token statistics
 lossy       mantissa-4: ratio, KL of the target's distribution, top-1 agreement, error

@@ -81,7 +81,7 @@ async def _published(path: Path, patience_s: float, n_bytes: int) -> SpoolFile:
     while True:
         try:
             if n_bytes > READ_ASIDE_BYTES:
-                path.stat()  # no thread is woken for what is not there yet
+                path.stat()  # noqa: ASYNC240 - wakes no thread for what is not there yet
                 return await asyncio.to_thread(read_spool, path)
             return read_spool(path)
         except FileNotFoundError:
