@@ -106,7 +106,7 @@ def averaged(drafter: nn.Module, average: Average | None) -> Iterator[None]:
 
 def moments(optimizer: Optimizers, drafter: nn.Module) -> dict[str, Tensor]:
     """What the optimizers keep by parameter name, such as `exp_avg.*`; empty before a step."""
-    names = {p: n for n, p in drafter.named_parameters()}
+    names: dict[Tensor, str] = {p: n for n, p in drafter.named_parameters()}
     return {
         f"{key}.{names[parameter]}": value
         for part in optimizer.parts
@@ -117,7 +117,7 @@ def moments(optimizer: Optimizers, drafter: nn.Module) -> dict[str, Tensor]:
 
 def restore_moments(optimizer: Optimizers, drafter: nn.Module, stored: dict[str, Tensor]) -> None:
     """Put back what `moments` gave; raises KeyError when a parameter has none."""
-    names = {p: n for n, p in drafter.named_parameters()}
+    names: dict[Tensor, str] = {p: n for n, p in drafter.named_parameters()}
     for part in optimizer.parts:
         keys = KEPT_BY_MUON if isinstance(part, torch.optim.Muon) else KEPT_BY_ADAMW
         for parameter in (p for group in part.param_groups for p in group["params"]):
