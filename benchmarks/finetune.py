@@ -79,7 +79,9 @@ def main() -> int:
     parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
     # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
     parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
-    parser.add_argument("--settings", default="{}", help="trainers, speed: more of ours, as JSON")
+    parser.add_argument(
+        "--settings", default="{}", help="more of ours, as JSON; of trainers also @FILE"
+    )
     parser.add_argument("--aside", type=int, default=0, help="trainers, choose: held-out samples")
     parser.add_argument("--choices", default="[{}]", help="choose: settings of ours, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")

@@ -103,6 +103,13 @@ class Bench:
         }  # fmt: skip
 
 
+def settings_of(given: str) -> Result:
+    """JSON, or where it stands: @FILE, which `choose` may write until ours is first started."""
+    text = Path(given[1:]).read_text() if given.startswith("@") else given
+    found: Result = json.loads(text)
+    return found
+
+
 def side_of(refs: Sequence[SampleRef], count: int, *, aside: bool) -> list[SampleRef]:
     """The `count` samples set aside to choose settings on, or the others; no prompt is on both sides."""
     chosen = {r.prompt_id for r in first_by_hash(refs, count)} if count else set()
@@ -110,13 +117,16 @@ def side_of(refs: Sequence[SampleRef], count: int, *, aside: bool) -> list[Sampl
 
 
 def choose(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
-    """Ours with each of `--choices`; the best by accept_len on what was set aside, and all of them."""
+    """Ours with each of `--choices`, by accept_len on what was set aside; best.json holds the best yet."""
     if not given.aside:
         raise SystemExit(
             "choose needs --aside: the held-out samples that trainers will not judge on"
         )
     bench = Bench(given, folder, aside=True)
-    about, runs, counts = bench.about(), [], []
+    about = bench.about()
+    runs: list[Result] = []
+    counts: list[list[Counts]] = []
+    best: Result = {}
     for number, settings in enumerate(json.loads(given.choices)):
         run, drafter = bench.trained(folder / f"choice-{number}", settings)
         counts.append(bench.measured(drafter))
@@ -126,9 +136,10 @@ def choose(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> 
             "over_the_first": asdict(paired.difference), **run,
         })  # fmt: skip
         print(f"choice: {json.dumps(runs[-1])}", flush=True)
-        keep({**about, "choices": runs})
-    best = max(runs, key=lambda r: float(r["accept_len"]))
-    return {**about, "choices": runs, "best": best["settings"], "passed": True}
+        best = max(runs, key=lambda r: float(r["accept_len"]))["settings"]
+        (folder / "best.json").write_text(json.dumps(best))
+        keep({**about, "choices": runs, "best": best})
+    return {**about, "choices": runs, "best": best, "passed": True}
 
 
 def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
@@ -144,8 +155,7 @@ def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -
     ratio = _peer_data(given, folder, len(refs), bench.target_dir)
     np.save(folder / "d2t.npy", bench.words.d2t.numpy())
     np.save(folder / "t2d.npy", bench.words.t2d.numpy())
-    settings = json.loads(given.settings)
-    about = {**bench.about(), "settings_of_ours": settings, "supervised_tokens": rows}
+    about: Result = {**bench.about(), "supervised_tokens": rows}
     ours: list[Result] = []
     theirs: list[Result] = []
     counts: dict[str, list[list[Counts]]] = {"ours": [], "speculators": []}
@@ -157,13 +167,14 @@ def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -
         keep({**about, "ours": ours, "speculators": theirs})
 
     for number in range(given.rounds):
-        run, drafter = bench.trained(folder / f"ours-{number}", settings)
-        ended("ours", run, ours, drafter)
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
         run = _theirs(
             given, folder, number, optimizer, ratio, bench.target_dir, tokens, depths, rows
         )
         ended("speculators", run, theirs, _as_drafter(run.pop("weights"), start))
+        settings = settings_of(given.settings)
+        run, drafter = bench.trained(folder / f"ours-{number}", settings)
+        ended("ours", {**run, "settings": settings}, ours, drafter)
     return {**about, "ours": ours, "speculators": theirs, **judged(ours, theirs, counts)}
 
 
