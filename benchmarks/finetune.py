@@ -6,6 +6,7 @@ python -m benchmarks.finetune kimi                           # CUDA: Kimi-K2.5's
 python -m benchmarks.finetune speculators RUN/manifest.json  # CUDA or CPU, where speculators is installed
 python -m benchmarks.finetune ranks                          # two GPUs: accelerate launch, synthetic states
 python -m benchmarks.finetune trainers RUN/manifest.json     # the same: whole trainers, speed and accept_len
+python -m benchmarks.finetune choose RUN/manifest.json --aside 300 --choices '[{}, {"optimizer": "muon"}]'
 
 learn        held-out predicted_accept_len of a fresh drafter, before and after fine-tuning, beside 1.0
              (no drafter): it must rise over both
@@ -16,11 +17,12 @@ speculators  one forward and backward of its Eagle3DraftModel and of ours, same 
              alternating: supervised tokens/s of both and the median of the ratios
 ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`, on a made-up run of Kimi's
              dimensions: tokens/s of both, at least 0.9 x --ranks
+choose       settings of ours, by accept_len on held-out samples that trainers, --aside alike, leaves out
 trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
              replay at least its best run's (AdamW, and its default, Muon)
 
-Results go to benchmarks/results/finetune-<date>.json, one object per part; those of trainers and ranks
-after every run, so that one that is cut short leaves what it measured ("finished": false).
+Results go to benchmarks/results/finetune-<date>.json, one object per part; those of trainers, choose and
+ranks after every run, so that one that is cut short leaves what it measured ("finished": false).
 """
 
 from __future__ import annotations
@@ -37,8 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.finetune_kimi import drawn_drafter, sizes
-from datagen.drafter.config import DrafterConfig
+from benchmarks.finetune_kimi import drawn_drafter, sizes, step_flops
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
@@ -78,7 +79,11 @@ def main() -> int:
     parser.add_argument("--draft-vocab", type=int, default=8192, help="trainers")
     # Its fused loss does not survive torch.compile under torch 2.11: the eager one is then compiled.
     parser.add_argument("--peer-loss", choices=["fused", "eager"], default="eager")
-    parser.add_argument("--settings", default="{}", help="trainers, speed: more of ours, as JSON")
+    parser.add_argument(
+        "--settings", default="{}", help="more of ours, as JSON; of trainers also @FILE"
+    )
+    parser.add_argument("--aside", type=int, default=0, help="trainers, choose: held-out samples")
+    parser.add_argument("--choices", default="[{}]", help="choose: settings of ours, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")
     parser.add_argument("--samples", type=int, default=16, help="ranks: of 1,024 tokens")
     parser.add_argument("--threads", type=int, default=0, help="that decode; 0: 6, of trainers 10")
@@ -89,8 +94,8 @@ def main() -> int:
     if given.part not in ("kimi", "ranks") and given.manifest is None:
         parser.error(f"{given.part} needs a manifest")
     given.rounds = given.rounds or (2 if given.part == "trainers" else 5)
-    given.threads = given.threads or (10 if given.part == "trainers" else 6)
-    result = PARTS[given.part](given)
+    given.threads = given.threads or (10 if given.part in ("trainers", "choose") else 6)
+    result = {**PARTS[given.part](given), "finished": True}
     print(json.dumps(_written(given, result), indent=2))
     return 0 if result["passed"] else 1
 
@@ -102,7 +107,7 @@ def _written(given: argparse.Namespace, result: Result) -> Result:
     out = ROOT / "benchmarks" / "results" / f"finetune-{time.strftime('%Y-%m-%d')}.json"
     earlier = json.loads(out.read_text()) if out.exists() else {}
     name = f"{given.part}-{torch.device(given.device).type}"
-    if given.part == "trainers":
+    if given.part in ("trainers", "choose"):
         name += f"-{result['batch_tokens']}"
     out.write_text(json.dumps({**earlier, name: result}, indent=2) + "\n")
     return result
@@ -218,24 +223,6 @@ def kimi(given: argparse.Namespace) -> Result:
     }
 
 
-def step_flops(c: DrafterConfig, batch: Batch) -> float:
-    """Multiplications and additions that a step needs: forward once, backward twice; target once.
-
-    Counted as computed here: context rows need fc, keys and values alone.
-    """
-    m, a, k = sum(batch.rows), sum(batch.active), batch.mask_AK.shape[1]
-    h, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    pairs = int(batch.mask_AK.sum())
-    every_row = 2 * m * (c.width * h + 2 * 2 * h * kv)
-    queries = 2 * a * k * (2 * h * q + q * h + 3 * h * c.intermediate_size)
-    deeper = 2 * a * (k - 1) * 2 * 2 * h * kv
-    seen = sum(r * q_ - q_ * (q_ - 1) / 2 for r, q_ in zip(batch.rows, batch.active, strict=True))
-    attention = 4 * k * q * seen
-    head = 2 * pairs * h * c.draft_vocab_size
-    goal = 2 * a * h * c.draft_vocab_size
-    return 3.0 * (every_row + queries + deeper + attention + head) + goal
-
-
 def _timed_steps(
     drafter: Drafter, target: Target, words: DraftVocab, train: TrainConfig, batch: Batch,
     steps: int, optimizer: torch.optim.Optimizer | None,
@@ -329,6 +316,14 @@ def trainers(given: argparse.Namespace) -> Result:
         return both(given, given.folder or Path(folder), _kept(given))
 
 
+def choose(given: argparse.Namespace) -> Result:
+    """Settings of ours, in --folder, or one that is removed."""
+    from benchmarks.finetune_trainers import choose as chosen
+
+    with tempfile.TemporaryDirectory() as folder:
+        return chosen(given, given.folder or Path(folder), _kept(given))
+
+
 def ranks(given: argparse.Namespace) -> Result:
     """Two GPUs against one, in --folder, or one that is removed."""
     from benchmarks.finetune_ranks import ranks as compared
@@ -342,6 +337,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "speed": speed,
     "kimi": kimi,
     "speculators": speculators,
+    "choose": choose,
     "trainers": trainers,
     "ranks": ranks,
 }

@@ -7,6 +7,7 @@ import torch
 from datagen.drafter.config import DrafterConfig
 from datagen.drafter.model import Drafter
 from datagen.drafter.rope import Rope
+from datagen.drafter.rows import Batch
 from datagen.drafter.vocab import DraftVocab, by_frequency
 
 HIDDEN, VOCAB, DRAFT, INTERMEDIATE = 7168, 163_840, 32_000, 18_432
@@ -39,3 +40,21 @@ def drawn_drafter(
         drafter.d2t.copy_(words.d2t)
         drafter.t2d.copy_(words.t2d)
     return drafter, words
+
+
+def step_flops(c: DrafterConfig, batch: Batch) -> float:
+    """Multiplications and additions that a step needs: forward once, backward twice; target once.
+
+    Counted as computed here: context rows need fc, keys and values alone.
+    """
+    m, a, k = sum(batch.rows), sum(batch.active), batch.mask_AK.shape[1]
+    h, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    pairs = int(batch.mask_AK.sum())
+    every_row = 2 * m * (c.width * h + 2 * 2 * h * kv)
+    queries = 2 * a * k * (2 * h * q + q * h + 3 * h * c.intermediate_size)
+    deeper = 2 * a * (k - 1) * 2 * 2 * h * kv
+    seen = sum(r * q_ - q_ * (q_ - 1) / 2 for r, q_ in zip(batch.rows, batch.active, strict=True))
+    attention = 4 * k * q * seen
+    head = 2 * pairs * h * c.draft_vocab_size
+    goal = 2 * a * h * c.draft_vocab_size
+    return 3.0 * (every_row + queries + deeper + attention + head) + goal

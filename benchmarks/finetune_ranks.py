@@ -6,13 +6,15 @@ A made-up run is written through the real store (random boundaries; final states
 lm_head turns into the recorded tokens), with a made-up target and init drafter. Then
 `datagen finetune` runs on it alone, and under `accelerate launch --multi_gpu`: loader, packing,
 checkpoint and measurement included. tokens_per_s is the trainer's own figure, the median of its
-windows after the first third (compilation).
+windows after the first third (compilation). Beside it, what a bare exchange of as many gradients takes
+(`link`), and by how much a step of several is longer (`longer_step_s`): the first is the link's part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -25,11 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.finetune_kimi import BOUNDARIES, HEADS, MAX_POSITIONS, drawn_drafter, sizes
-from datagen.drafter.checkpoint import export_files
+from datagen.drafter.checkpoint import MAPS, export_files
 from datagen.drafter.curves import read_metrics
+from datagen.drafter.state import read_provenance
 from datagen.store.fingerprint import Fingerprint
 from datagen.store.layout import RunLayout
 from datagen.store.manifest import ManifestHeader, StatesEntry, build_manifest
@@ -48,25 +52,47 @@ def ranks(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> R
     if not (folder / "made").exists():
         make(given, folder)
     found = {}
+    link = _link(given, folder)
+    print(f"link: {link}", flush=True)
     for count in (1, given.ranks):
         found[count] = _launched(given, folder, count)
         print(f"{count}: {found[count]}", flush=True)
-        keep({"hidden": given.hidden, "runs": found})
-    ratio = found[given.ranks]["tokens_per_s"] / found[1]["tokens_per_s"]
+        keep({"hidden": given.hidden, "link": link, "runs": found})
+    one, every = found[1], found[given.ranks]
+    ratio = every["tokens_per_s"] / one["tokens_per_s"]
+    tokens = given.batch_tokens or 8192
+    longer = tokens * (given.ranks / every["tokens_per_s"] - 1 / one["tokens_per_s"])
     return {
         "ranks": given.ranks, "hidden": given.hidden, "depths": given.depths or 5,
-        "batch_tokens": given.batch_tokens or 8192, "one": found[1], "all": found[given.ranks],
+        "batch_tokens": tokens, "one": one, "all": every, "link": link, "longer_step_s": longer,
         "ratio": ratio, "passed": ratio >= 0.9 * given.ranks,
     }  # fmt: skip
+
+
+def _link(given: Namespace, folder: Path) -> Result:
+    """An exchange of the init drafter's weights, nothing computed."""
+    with safe_open(folder / "init" / "model.safetensors", framework="pt") as f:
+        shapes = [f.get_slice(n).get_shape() for n in f.keys() if n not in MAPS]  # noqa: SIM118
+    out = folder / "link.json"
+    command = [*_launcher(given), "-m", "benchmarks.finetune_link"]
+    command += [str(sum(math.prod(s) for s in shapes)), str(out), given.device]
+    subprocess.run(command, check=True, timeout=300)
+    measured: Result = json.loads(out.read_text())
+    return measured
+
+
+def _launcher(given: Namespace) -> list[str]:
+    if given.device.startswith("cuda"):
+        return ["accelerate", "launch", "--multi_gpu", "--num_processes", str(given.ranks)]
+    # On CPUs alone accelerate's launcher wants mpirun, and without it starts one process.
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(given.ranks)]
 
 
 def _launched(given: Namespace, folder: Path, count: int) -> Result:
     out = folder / f"out-{count}"
     command = [sys.executable, "-m", "datagen.cli"]
     if count > 1:
-        device = ["--multi_gpu"] if given.device.startswith("cuda") else ["--cpu"]
-        command = ["accelerate", "launch", *device, "--num_processes", str(count)]
-        command += ["-m", "datagen.cli"]
+        command = [*_launcher(given), "-m", "datagen.cli"]
     flags = {
         "--init": folder / "init", "--target-weights": folder / "target", "--out": out,
         "--batch-tokens": given.batch_tokens or 8192, "--depths": given.depths or 5,
@@ -82,6 +108,8 @@ def _launched(given: Namespace, folder: Path, count: int) -> Result:
     started = time.monotonic()
     subprocess.run(command, check=True, timeout=600, env=environment)
     seconds = time.monotonic() - started
+    started_ranks = read_provenance(out / "final")["settings"]["ranks"]
+    assert started_ranks == count, f"{started_ranks} ranks trained, {count} were asked for"
     records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
     steady = records[len(records) // 3 :]
     return {

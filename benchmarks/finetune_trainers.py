@@ -11,6 +11,9 @@ supervised_tokens_per_s   by the clock, between steps, after the first ones (com
 accept_len                of the drafter that comes out, by replay on the held-out samples: our median run's
                           is at least that of the peer's best. Beside it, the difference paired by prompt
                           with its interval, which says how far so few samples can tell them apart
+
+--settings are of ours alone. What they should be is chosen before, by `choose`, which trains ours with each
+of --choices and replays it on the --aside held-out samples; `trainers` leaves these out and judges on others.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -35,13 +38,13 @@ from datagen.acceptance.metrics import Counts, accept_len, compare
 from datagen.acceptance.replay import Replay
 from datagen.drafter.checkpoint import export_files, load_drafter, own_name
 from datagen.drafter.curves import read_metrics
-from datagen.drafter.dataset import ManifestSource
+from datagen.drafter.dataset import ManifestSource, SampleRef, first_by_hash
 from datagen.drafter.model import Drafter
 from datagen.drafter.packing import usable
-from datagen.drafter.rows import trained_counts
+from datagen.drafter.rows import Sample, trained_counts
 from datagen.drafter.speculators import write_speculators
 from datagen.drafter.start import fresh_drafter
-from datagen.drafter.target import load_target
+from datagen.drafter.target import Target, load_target
 from datagen.drafter.vocab import by_frequency
 from datagen.finetune import finetune, finetune_config
 
@@ -51,60 +54,127 @@ PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its 
 Result = dict[str, Any]
 
 
+class Bench:
+    """What every run starts from, and how its drafter is judged. `samples`: of one side of held-out."""
+
+    def __init__(self, given: Namespace, folder: Path, *, aside: bool) -> None:
+        self.given = given
+        self.depths, self.tokens = given.depths or 5, given.batch_tokens or 8192
+        self.source = ManifestSource(given.manifest)
+        self.target_dir = _target_directory(given)
+        self.target: Target = load_target(self.target_dir)
+        self.size = min(given.draft_vocab, self.target.vocab_size)
+        info = self.source.info
+        self.words = by_frequency(
+            info.token_frequencies, self.size, self.target.vocab_size, info.stop_token_ids
+        )
+        self.start = fresh_drafter(info, self.target, self.words, 0)
+        self.init = folder / "init"
+        self.init.mkdir(parents=True, exist_ok=True)
+        export_files(
+            self.init, self.start.config, self.start.state_dict(), dtype="float32",
+            target_type=self.target.model_type, context_length=self.target.context_length,
+        )  # fmt: skip
+        held = usable(side_of(self.source.index("heldout", 0), given.aside, aside=aside), 1 << 30)
+        self.samples: list[Sample] = [
+            self.source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)
+        ]
+
+    def measured(self, drafter: Drafter) -> list[Counts]:
+        """By replay."""
+        embed_VH = self.target.embed_VH.float()
+        replay = Replay(drafter, embed_VH, steps=self.depths, device=self.given.device)
+        return [r.counts for r in replay.run(self.samples)]
+
+    def trained(self, out: Path, settings: Result) -> tuple[Result, Drafter]:
+        """Ours, once."""
+        run = _ours(self.given, out, self.init, self.target_dir, self.tokens, self.depths, settings)
+        return run, load_drafter(run.pop("final")).drafter
+
+    def about(self) -> Result:
+        """The conditions."""
+        given = self.given
+        return {
+            "samples": len(self.source.index("train", 0)), "heldout": len(self.samples),
+            "heldout_prompts": len({s.sample_id.rsplit("-", 1)[0] for s in self.samples}),
+            "aside": given.aside, "repeats": given.repeats, "batch_tokens": self.tokens,
+            "depths": self.depths, "learning_rate": given.learning_rate, "draft_vocab": self.size,
+            "accept_len_start": accept_len(self.measured(self.start)).value,
+        }  # fmt: skip
+
+
+def settings_of(given: str) -> Result:
+    """JSON, or where it stands: @FILE, which `choose` may write until ours is first started."""
+    text = Path(given[1:]).read_text() if given.startswith("@") else given
+    found: Result = json.loads(text)
+    return found
+
+
+def side_of(refs: Sequence[SampleRef], count: int, *, aside: bool) -> list[SampleRef]:
+    """The `count` samples set aside to choose settings on, or the others; no prompt is on both sides."""
+    chosen = {r.prompt_id for r in first_by_hash(refs, count)} if count else set()
+    return [r for r in refs if (r.prompt_id in chosen) == aside]
+
+
+def choose(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
+    """Ours with each of `--choices`, by accept_len on what was set aside; best.json holds the best yet."""
+    if not given.aside:
+        raise SystemExit(
+            "choose needs --aside: the held-out samples that trainers will not judge on"
+        )
+    bench = Bench(given, folder, aside=True)
+    about = bench.about()
+    runs: list[Result] = []
+    counts: list[list[Counts]] = []
+    best: Result = {}
+    for number, settings in enumerate(json.loads(given.choices)):
+        run, drafter = bench.trained(folder / f"choice-{number}", settings)
+        counts.append(bench.measured(drafter))
+        paired = compare(counts[0], counts[-1])
+        runs.append({
+            "settings": settings, "accept_len": accept_len(counts[-1]).value,
+            "over_the_first": asdict(paired.difference), **run,
+        })  # fmt: skip
+        print(f"choice: {json.dumps(runs[-1])}", flush=True)
+        best = max(runs, key=lambda r: float(r["accept_len"]))["settings"]
+        (folder / "best.json").write_text(json.dumps(best))
+        keep({**about, "choices": runs, "best": best})
+    return {**about, "choices": runs, "best": best, "passed": True}
+
+
 def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
     """Run both, `--rounds` times each, in `folder`; `keep` is given what is known after every run."""
-    depths, tokens = given.depths or 5, given.batch_tokens or 8192
-    source = ManifestSource(given.manifest)
-    target_dir = _target_directory(given)
-    target = load_target(target_dir)
-    size = min(given.draft_vocab, target.vocab_size)
-    words = by_frequency(
-        source.info.token_frequencies, size, target.vocab_size, source.info.stop_token_ids
-    )
-    start = fresh_drafter(source.info, target, words, 0)
-    init = folder / "init"
-    init.mkdir(parents=True, exist_ok=True)
-    export_files(
-        init, start.config, start.state_dict(), target_type=target.model_type,
-        context_length=target.context_length, dtype="float32",
-    )  # fmt: skip
+    bench = Bench(given, folder, aside=False)
+    depths, tokens, start = bench.depths, bench.tokens, bench.start
     write_speculators(
-        folder / "peer-init", start.config, start.state_dict(), embed_VH=target.embed_VH,
-        target=str(target_dir), dtype="float32",
+        folder / "peer-init", start.config, start.state_dict(), embed_VH=bench.target.embed_VH,
+        target=str(bench.target_dir), dtype="float32",
     )  # fmt: skip
-    refs = source.index("train", 0)
+    refs = bench.source.index("train", 0)
     rows = given.repeats * sum(trained_counts(r.n_tokens, r.n_context, 1)[0] for r in refs)
-    ratio = _peer_data(given, folder, len(refs), target_dir)
-    np.save(folder / "d2t.npy", words.d2t.numpy())
-    np.save(folder / "t2d.npy", words.t2d.numpy())
-    held = usable(source.index("heldout", 0), 1 << 30)
-    samples = [source.read(r, n) for r, n in zip(held.refs, held.lengths, strict=True)]
-
-    def measured(drafter: Drafter) -> list[Counts]:
-        replay = Replay(drafter, target.embed_VH.float(), steps=depths, device=given.device)
-        return [r.counts for r in replay.run(samples)]
-
-    about = {
-        "samples": len(refs), "heldout": len(samples), "repeats": given.repeats,
-        "batch_tokens": tokens, "depths": depths, "learning_rate": given.learning_rate,
-        "draft_vocab": size, "accept_len_start": accept_len(measured(start)).value,
-    }  # fmt: skip
+    ratio = _peer_data(given, folder, len(refs), bench.target_dir)
+    np.save(folder / "d2t.npy", bench.words.d2t.numpy())
+    np.save(folder / "t2d.npy", bench.words.t2d.numpy())
+    about: Result = {**bench.about(), "supervised_tokens": rows}
     ours: list[Result] = []
     theirs: list[Result] = []
     counts: dict[str, list[list[Counts]]] = {"ours": [], "speculators": []}
 
     def ended(name: str, run: Result, runs: list[Result], drafter: Drafter) -> None:
-        counts[name].append(measured(drafter))
+        counts[name].append(bench.measured(drafter))
         runs.append({**run, "accept_len": accept_len(counts[name][-1]).value})
         print(f"{name}: {runs[-1]}", flush=True)
         keep({**about, "ours": ours, "speculators": theirs})
 
     for number in range(given.rounds):
-        run = _ours(given, folder / f"ours-{number}", init, target_dir, tokens, depths)
-        ended("ours", run, ours, load_drafter(run.pop("final")).drafter)
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
-        run = _theirs(given, folder, number, optimizer, ratio, target_dir, tokens, depths, rows)
+        run = _theirs(
+            given, folder, number, optimizer, ratio, bench.target_dir, tokens, depths, rows
+        )
         ended("speculators", run, theirs, _as_drafter(run.pop("weights"), start))
+        settings = settings_of(given.settings)
+        run, drafter = bench.trained(folder / f"ours-{number}", settings)
+        ended("ours", {**run, "settings": settings}, ours, drafter)
     return {**about, "ours": ours, "speculators": theirs, **judged(ours, theirs, counts)}
 
 
@@ -149,15 +219,18 @@ def _target_directory(given: Namespace) -> Path:
 
 
 def _ours(
-    given: Namespace, out: Path, init: Path, target: Path, tokens: int, depths: int
-) -> Result:
-    config = finetune_config(
-        manifest=str(given.manifest), weights=str(float(given.repeats)), out=str(out),
-        init=str(init), target_weights=str(target), device=given.device, allow_chance=True,
-        batch_tokens=tokens, depths=depths, learning_rate=given.learning_rate, warmup=WARM_UP,
-        log_every=LOG_EVERY, evaluate_every=100_000, checkpoint_every=100_000,
-        export_dtype="float32", threads=given.threads, ahead=2 * given.threads, **json.loads(given.settings),
-    )  # fmt: skip
+    given: Namespace, out: Path, init: Path, target: Path, tokens: int, depths: int,
+    settings: Result,
+) -> Result:  # fmt: skip
+    common = {
+        "manifest": str(given.manifest), "weights": str(float(given.repeats)), "out": str(out),
+        "init": str(init), "target_weights": str(target), "device": given.device,
+        "allow_chance": True, "batch_tokens": tokens, "depths": depths, "warmup": WARM_UP,
+        "learning_rate": given.learning_rate, "log_every": LOG_EVERY, "evaluate_every": 100_000,
+        "checkpoint_every": 100_000, "export_dtype": "float32", "threads": given.threads,
+        "ahead": 2 * given.threads,
+    }  # fmt: skip
+    config = finetune_config(**common | settings)
     started = time.monotonic()
     outcome = finetune(config, lambda text: print(text, flush=True))
     seconds = time.monotonic() - started

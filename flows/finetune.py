@@ -39,6 +39,7 @@ async def finetune(
     decay: PositiveFloat = 0.8,
     normalise: str = "positions",
     drop_outside: bool = True,
+    optimizer: str = "adamw",
     learning_rate: PositiveFloat = 1e-4,
     warmup: NonNegativeFloat = 0.02,
     weight_decay: NonNegativeFloat = 0.0,
@@ -81,6 +82,7 @@ async def finetune(
         decay: The weight of depth k is decay to the k.
         normalise: positions or masked.
         drop_outside: Leave out rows that no draft token can hit.
+        optimizer: adamw, or muon for the matrices but lm_head.
         learning_rate: At the end of the warm-up.
         warmup: Share of the steps.
         weight_decay: Of matrices.

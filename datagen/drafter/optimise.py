@@ -1,15 +1,20 @@
-"""AdamW over float32 masters, its schedule, and averaged weights."""
+"""AdamW or Muon over float32 masters, the schedule, and averaged weights."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from datagen.drafter.settings import TrainConfig
+
+MOMENTUM = 0.95  # of Muon
+KEPT_BY_MUON = ("momentum_buffer",)
+KEPT_BY_ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -22,19 +27,52 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.floor + (1 - config.floor) * shape)
 
 
-def adamw(drafter: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """Norm weights do not decay."""
-    matrices = [p for p in drafter.parameters() if p.dim() > 1]
-    vectors = [p for p in drafter.parameters() if p.dim() <= 1]
-    return torch.optim.AdamW(
+class Optimizers:
+    """Optimizers of disjoint parts of the weights, as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts; each takes its learning rate from there."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Change the weights."""
+        for part in self.parts:
+            part.step()
+
+
+def optimizers(drafter: nn.Module, config: TrainConfig, device: torch.device) -> Optimizers:
+    """AdamW; with `muon` the matrices but lm_head are Muon's. Norm weights do not decay."""
+    named = dict(drafter.named_parameters())
+    matrices = [n for n, p in named.items() if p.dim() > 1]
+    turned = [n for n in matrices if config.optimizer == "muon" and not n.startswith("lm_head.")]
+    adamw = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {
+                "params": [named[n] for n in matrices if n not in turned],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         fused=device.type == "cuda",
     )
+    if not turned:
+        return Optimizers(adamw)
+    muon = torch.optim.Muon(
+        [named[n] for n in turned], lr=config.learning_rate, weight_decay=config.weight_decay,
+        momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    return Optimizers(muon, adamw)
 
 
 class Average:
@@ -66,24 +104,23 @@ def averaged(drafter: nn.Module, average: Average | None) -> Iterator[None]:
         drafter.load_state_dict(own, strict=False)
 
 
-def moments(optimizer: torch.optim.Optimizer, drafter: nn.Module) -> dict[str, Tensor]:
-    """Adam's state by parameter name: `exp_avg.*`, `exp_avg_sq.*`, `step.*`; empty before a step."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in drafter.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{key}.{name}"] = value
-    return found
+def moments(optimizer: Optimizers, drafter: nn.Module) -> dict[str, Tensor]:
+    """What the optimizers keep by parameter name, such as `exp_avg.*`; empty before a step."""
+    names: dict[Tensor, str] = {p: n for n, p in drafter.named_parameters()}
+    return {
+        f"{key}.{names[parameter]}": value
+        for part in optimizer.parts
+        for parameter, kept in part.state.items()
+        for key, value in kept.items()
+    }
 
 
-def restore_moments(
-    optimizer: torch.optim.Optimizer, drafter: nn.Module, stored: dict[str, Tensor]
-) -> None:
-    """Put Adam's state back; raises KeyError when a parameter has none."""
-    for name, parameter in drafter.named_parameters():
-        optimizer.state[parameter] = {
-            "step": stored[f"step.{name}"].cpu()
-            if parameter.device.type == "cpu"
-            else stored[f"step.{name}"].to(parameter.device),
-            "exp_avg": stored[f"exp_avg.{name}"].to(parameter.device),
-            "exp_avg_sq": stored[f"exp_avg_sq.{name}"].to(parameter.device),
-        }
+def restore_moments(optimizer: Optimizers, drafter: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Put back what `moments` gave; raises KeyError when a parameter has none."""
+    names: dict[Tensor, str] = {p: n for n, p in drafter.named_parameters()}
+    for part in optimizer.parts:
+        keys = KEPT_BY_MUON if isinstance(part, torch.optim.Muon) else KEPT_BY_ADAMW
+        for parameter in (p for group in part.param_groups for p in group["params"]):
+            part.state[parameter] = {
+                key: stored[f"{key}.{names[parameter]}"].to(parameter.device) for key in keys
+            }

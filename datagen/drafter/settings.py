@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from datagen.strict import StrictModel
 
 LossKind = Literal["kl", "lk", "ce"]
+OptimizerKind = Literal["adamw", "muon"]
 
 
 class TrainConfig(StrictModel):
@@ -24,6 +25,9 @@ class TrainConfig(StrictModel):
     depth, as speculators."""
     drop_outside: bool = True
     """Leave out rows whose target choice no draft token can be."""
+    optimizer: OptimizerKind = "adamw"
+    """muon: orthogonalised momentum for the matrices but lm_head, at AdamW's step size; AdamW for the
+    rest."""
     learning_rate: float = Field(default=1e-4, gt=0)
     warmup: float = Field(default=0.02, ge=0, lt=1)
     """Share of the steps. Longer ones (0.1, 0.2) and another rate change neither how the loss of small

@@ -1,4 +1,4 @@
-"""The training loop: step 0 is measured before anything is trained; then AdamW, checkpoints, metrics.
+"""The training loop: step 0 is measured before anything is trained; then steps, checkpoints, metrics.
 
 Everything that happens at step n is a function of the settings, the data and n: a run that was killed
 and goes on from its newest checkpoint ends, on a CPU, with the weights of one that was not, bit for bit.
@@ -26,9 +26,9 @@ from datagen.drafter.logs import MetricsLog
 from datagen.drafter.model import Drafter
 from datagen.drafter.optimise import (
     Average,
-    adamw,
     learning_rate,
     moments,
+    optimizers,
     restore_moments,
 )
 from datagen.drafter.packing import Order, Step, Usable, usable
@@ -114,7 +114,7 @@ class Trainer:
             if graphed
             else Eager(ranks.wrapped(module), self._dtype, ranks)
         )
-        self._optimizer = adamw(self._drafter, config, self._device)
+        self._optimizer = optimizers(self._drafter, config, self._device)
         self._average = Average(self._drafter, config.ema) if config.ema else None
         pad = recorded_shapes(config.batch_tokens) if graphed else None
         self._loader = self._loader_of(self._train, pad)
@@ -196,7 +196,7 @@ class Trainer:
             group["lr"] = rate
         weight_K = depth_weights(config, step.rows, step.tokens, self._device) * ranks.count
         own = step.batches[ranks.rank]
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         seen: list[tuple[Batch, Sums]] = []
         loss = torch.zeros((), device=self._device)
         table_3K = torch.zeros(3, config.depths, device=self._device)

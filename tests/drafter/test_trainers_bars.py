@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.finetune_trainers import judged
+from benchmarks.finetune_trainers import judged, settings_of, side_of
 from datagen.acceptance.metrics import Counts, accept_len
+from datagen.drafter.dataset import SampleRef
 
 
 def run(tokens: int) -> list[Counts]:
@@ -55,3 +59,24 @@ def test_every_other_bar_is_its_own() -> None:
     assert missed(result((10, 10), (10, 10), wait=0.05)) == ["waits_below_5_percent"]
     same = result((10, 10), (10, 10), optimizers=("adamw", "adamw"))
     assert missed(same) == ["their_optimizers_all_ran"]
+
+
+def ref(number: int, turn: int) -> SampleRef:
+    return SampleRef(0, 0, number, f"p{number}-{turn}", f"p{number}", 20, 8)
+
+
+def test_no_prompt_that_settings_were_chosen_on_is_judged_on() -> None:
+    refs = [ref(n, turn) for n in range(40) for turn in range(2)]
+    for count in (0, 1, 15, 80):
+        chosen, judged_on = (side_of(refs, count, aside=a) for a in (True, False))
+        assert {r.prompt_id for r in chosen} & {r.prompt_id for r in judged_on} == set()
+        assert sorted(chosen + judged_on, key=refs.index) == refs
+        assert count <= len(chosen) <= count + 1
+
+
+def test_settings_are_json_or_the_file_that_holds_them_when_they_are_read(tmp_path: Path) -> None:
+    assert settings_of('{"decay": 0.5}') == {"decay": 0.5}
+    where = tmp_path / "best.json"
+    for decay in (0.5, 0.6):
+        where.write_text(json.dumps({"decay": decay}))
+        assert settings_of(f"@{where}") == {"decay": decay}
