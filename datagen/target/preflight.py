@@ -42,6 +42,15 @@ class ServerReport:
         return asdict(self)
 
 
+def context_of(info: dict[str, Any], profile: Profile) -> int:
+    """Tokens that no prompt may reach, as a server says of itself.
+
+    SGLang refuses prompts a few tokens short of its context; what it answered must be one to be captured.
+    """
+    said = (info.get(name) for name in ("context_length", "max_req_input_len"))
+    return min((int(n) for n in said if n), default=profile.context_length)
+
+
 async def inspect_server(
     client: SGLangClient, profile: Profile, *, any_model: bool = False
 ) -> ServerReport:
@@ -59,7 +68,6 @@ async def inspect_server(
             where=client.url,
             fix=f"point --endpoints at a server of {profile.model}, or choose the matching --target",
         )
-    context = int(info.get("context_length") or profile.context_length)
     running, graphs = info.get("max_running_requests"), info.get("cuda_graph_max_bs")
     return ServerReport(
         url=client.url,
@@ -70,7 +78,7 @@ async def inspect_server(
             dtype=str(info.get("dtype") or "unstated"),
         ),
         engine=f"{info.get('engine', 'sglang')} {info.get('version', 'unstated')}",
-        context_length=min(context, profile.context_length),
+        context_length=min(context_of(info, profile), profile.context_length),
         max_running_requests=int(running) if running else None,
         cuda_graph_max_bs=int(graphs) if graphs and not info.get("disable_cuda_graph") else None,
         arguments={k: info[k] for k in ARGUMENTS if k in info},

@@ -14,6 +14,8 @@ import pytest
 
 from datagen.capture.spool import PROTOCOL, discard, read_spool, spool_path
 from datagen.target.checks.renderings import TALKED
+from datagen.target.checks.subject import EMBEDDED
+from datagen.target.preflight import context_of
 from datagen.target.profile import Profile
 from tests.sglang.asking import capture, conversations, generate, post, renderer
 from tests.sglang.conftest import CHUNK, Target
@@ -123,6 +125,9 @@ def test_the_server_says_what_it_serves(target: Target, profile: Profile) -> Non
     assert info["return_hidden_states_mode"] == "full"
     assert info["speculative_algorithm"] is None
     assert len(info["internal_states"]) == 1
+    # SGLang refuses prompts a little short of its context, and says so
+    assert ("max_req_input_len" in info) is (info.get("engine") != EMBEDDED)
+    assert context_of(info, profile) <= info["context_length"]
     assert profile.serves(str(model["model_path"]))
 
 

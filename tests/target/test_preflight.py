@@ -23,7 +23,7 @@ from datagen.store.manifest import Manifest
 from datagen.target.checks.answers import check_parity
 from datagen.target.checks.captured import check_batch
 from datagen.target.checks.host import check_disk
-from datagen.target.checks.probes import Answer, Attempt, Evidence
+from datagen.target.checks.probes import Answer, Attempt, Evidence, long_tokens
 from datagen.target.checks.rendering import check_rendering
 from datagen.target.checks.renderings import Rendered
 from datagen.target.checks.served import check_version
@@ -32,6 +32,7 @@ from datagen.target.checks.suite import NAMES
 from datagen.target.checks.verdict import Skipped, require_known
 from datagen.target.client import SGLangClient
 from datagen.target.failures import RowFailure
+from datagen.target.preflight import context_of
 from datagen.target.profile import Profile
 from datagen.target.tokens import TemplateRenderer
 from tests.target.faulty import faulty
@@ -241,6 +242,24 @@ def evidence(**info: Any) -> Evidence:
 
 def spooled(ids: list[int], rows: np.ndarray[Any, Any]) -> Attempt:
     return Attempt(ids, bits=(rows.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("info", "most"),
+    [
+        ({"context_length": 8192, "max_req_input_len": 8186}, 8185),
+        ({"context_length": 8192, "max_req_input_len": 3000}, 2999),  # the KV cache is smaller
+        ({"context_length": 8192}, 8191),
+    ],
+)
+def test_the_long_prompt_is_one_that_the_server_takes(
+    checkpoint: Path, info: dict[str, int], most: int
+) -> None:
+    """SGLang refuses a prompt of `max_req_input_len` tokens, whatever its context."""
+    subject = subject_of(checkpoint)
+    assert context_of(info, subject.profile) == most + 1
+    assert long_tokens(subject, info | {"chunked_prefill_size": 8192}) <= most
+    assert long_tokens(subject, info | {"chunked_prefill_size": 512}) == 576
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from datagen.target.checks.renderings import QUESTION, Rendered, render_all
 from datagen.target.checks.subject import Subject, chunk_of
 from datagen.target.client import Capture
 from datagen.target.failures import RequestFailure
+from datagen.target.preflight import context_of
 from datagen.target.states import capture_rows
 from datagen.target.weights import Float, as_float32
 
@@ -115,8 +116,7 @@ def passage(subject: Subject, salt: int, n_tokens: int) -> list[int]:
 def long_tokens(subject: Subject, info: dict[str, Any]) -> int:
     """Length of the prompt that should be prefilled in several pieces."""
     wanted = chunk_of(info) + 64 if chunk_of(info) else subject.effort.long_tokens
-    context = int(info.get("context_length") or subject.profile.context_length)
-    return max(min(wanted, context - 2), 2)
+    return max(min(wanted, context_of(info, subject.profile) - 2), 2)
 
 
 async def gather_evidence(
@@ -138,8 +138,7 @@ async def gather_evidence(
 
 async def _captures(subject: Subject, found: Evidence) -> None:
     effort, plain = subject.effort, found.plain_ids
-    context = int(found.info.get("context_length") or subject.profile.context_length)
-    size = max(min(effort.filler_tokens, context - 2), 1)
+    size = max(min(effort.filler_tokens, context_of(found.info, subject.profile) - 2), 1)
     long = passage(subject, 1, long_tokens(subject, found.info))
     # a prompt that is not cut shares its pass with the others; one that is fills passes by itself
     beside = effort.batch_tokens - (0 if chunk_of(found.info) else len(long))
