@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-try:  # the same sums, 4 to 6 times as fast: a collector always has it, an engine's environment may not
+try:  # the same sums, four times as fast: a collector always has it, an engine's environment may not
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -190,10 +190,10 @@ def _mapped(path: Path) -> SpoolFile:
     if n_tokens < 1 or width < 1 or size != base + end + 4 * n_tokens + 4:
         raise SpoolError(f"{path}: {size} bytes do not hold {n_tokens} x {width} {dtype}")
     rows = view[base : base + end]
-    (crc32,) = struct.unpack_from("<I", view, size - 4)
+    (stated,) = struct.unpack_from("<I", view, size - 4)
     ids = struct.unpack_from(f"<{n_tokens}i", view, base + end)
     return SpoolFile(
-        rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids, crc32
+        rid, n_tokens, width, dtype, boundaries, hidden, final_norm, server, rows, ids, stated
     )
 
 

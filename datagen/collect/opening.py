@@ -119,6 +119,10 @@ def stored_config(root: Path, *, endpoints: str = "", api_key: str = "") -> Coll
             where=path,
             fix="run the collect command that began the run: it goes on where the disk says",
         ) from e
+    if isinstance(given, dict) and isinstance(given.get("capture"), dict):
+        given["capture"].pop(
+            "encode_processes", None
+        )  # a setting of runs begun by an earlier version
     urls = tuple(u.strip() for u in endpoints.split(",") if u.strip())
     changes = {"run": root, **({"endpoints": urls} if urls else {}), "api_key": api_key or None}
     return parse(

@@ -30,9 +30,11 @@ class Encoder:
         """One sample, uint16 [n, W]. Raises ValueError on another width."""
         if rows_TW.ndim != 2 or rows_TW.shape[1] != self._spec.width or not len(rows_TW):
             raise ValueError(f"{rows_TW.shape} rows of states of width {self._spec.width}")
+        if rows_TW.dtype != np.uint16:
+            raise ValueError(f"rows of {rows_TW.dtype}, bit patterns are uint16")
         with self._gate:
             params = self._learnt(rows_TW)
-        return encode(self._spec, params, rows_TW)
+        return encode(self._spec, params, np.ascontiguousarray(rows_TW))
 
     def again(self, encoded: Encoded, params: bytes) -> Encoded:
         """What was encoded with other parameters than a shard's, with the shard's."""

@@ -1,4 +1,4 @@
-"""One writer thread for every open partition: rows that wait together become durable together.
+"""One writer thread for many open partitions: rows that wait together become durable together.
 
 While one batch is being synced the next collects, so the cost of fsync is shared by whatever
 arrived meanwhile, and a single row alone waits for a single sync. Batches begin at least `GATHER_S`
@@ -70,10 +70,10 @@ class GroupCommitter:
         self._thread.join()
 
     def _run(self) -> None:
-        ending = False
+        ending = full = False
         while not ending:
             orders = [self._orders.get()]
-            if not self._closed:
+            if not self._closed and not full:
                 time.sleep(max(0.0, self._next_batch_at - time.monotonic()))
             self._next_batch_at = time.monotonic() + GATHER_S
             n_bytes = orders[0].n_bytes if orders[0] else 0
@@ -83,9 +83,10 @@ class GroupCommitter:
                 except queue.Empty:
                     break
                 n_bytes += orders[-1].n_bytes if orders[-1] else 0
+            full = n_bytes >= MAX_BATCH_BYTES
             ending = None in orders
             self._carry_out([o for o in orders if o is not None])
-            orders.clear()  # their rows, a gigabyte of them, would stay until the next batch
+            orders.clear()  # their rows would stay in memory until the next batch
 
     def _carry_out(self, orders: list[Order]) -> None:
         applied: dict[int, tuple[PartitionStore, list[Order]]] = {}

@@ -1,15 +1,16 @@
-"""The loops that touch every value of a sample, compiled by Numba when they are first needed.
+"""The loops that touch every value of a sample, compiled by Numba when this is imported.
 
-A sample is one call, outside the interpreter's lock from begin to end: threads that must ask for the
-lock at every step spend more time waiting for it than working, zstd's functions are therefore called
-from here, by their address. Slow to import (0.3 s): import it in the function that calls it. Arrays
-are C-contiguous; every argument's type is checked, and nothing else is: places and shapes are the
-caller's to get right. Compiled code is kept beside this file or in the user's cache
-(`$NUMBA_CACHE_DIR`).
+A sample is one call or a few, each outside the interpreter's lock from begin to end: threads that must
+ask for the lock at every step spend more time waiting for it than working. So zstd's functions are
+called from here, by their address. Slow to import (0.7 s; 3 s where nothing is kept yet, or can be):
+import it in the function that calls it. Arrays are C-contiguous; every argument's type is checked, and
+nothing else is: places and shapes are the caller's to get right. Compiled code is kept beside this
+file or in the user's cache (`$NUMBA_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from datagen.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Bytes = NDArray[np.uint8]
@@ -38,15 +41,25 @@ PLACES_OUT = types.Array(types.int64, 1, "C")
 PIECES_IN = types.Array(types.int64, 2, "C", readonly=True)
 
 
+if numba.config.DISABLE_JIT:
+    raise ConfigError(
+        "NUMBA_DISABLE_JIT is set, and states are encoded by compiled code", fix="unset it"
+    )
+HOMELESS = os.path.expanduser("~") == "~"  # a uid without a name: Numba would make a directory "~"
+
+
 def compiled(returned: types.Type, *arguments: types.Type) -> Callable[[Function], Function]:
     """Compile a function of these types."""
 
     def of(function: Function) -> Function:
         made: Function
         try:
-            made = numba.njit(returned(*arguments), nogil=True, cache=True)(function)
-        except RuntimeError:  # no place to keep it can be written to
-            made = numba.njit(returned(*arguments), nogil=True)(function)
+            if not HOMELESS or numba.config.CACHE_DIR:
+                made = numba.njit(returned(*arguments), nogil=True, cache=True)(function)
+                return made
+        except Exception:  # noqa: BLE001, S110 - what is kept is damaged, another's, or cannot be kept
+            pass
+        made = numba.njit(returned(*arguments), nogil=True)(function)
         return made
 
     return of

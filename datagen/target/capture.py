@@ -22,7 +22,9 @@ from datagen.target.answers import SPOOL_FULL, Capture
 from datagen.target.failures import CapacityFailure, RowFailure
 from datagen.target.profile import Profile
 
-READ_ASIDE_BYTES = 4 << 20  # 2 ms of checksum; for less, a change of threads costs as much
+READ_ASIDE_BYTES = (
+    4 << 20
+)  # 1 ms of checksum and page faults; for less, a change of threads costs as much
 NO_ROOM = tuple(f"OSError({number}," for number in (errno.ENOSPC, errno.EDQUOT))
 """How the note of a failed write begins where the next may succeed, once others are taken."""
 FILE_PATIENCE_S = 30.0  # a healthy engine publishes within a second of its answer

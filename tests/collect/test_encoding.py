@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from datagen.collect.encoding import QUEUED_PER_THREAD, EncodePool
+from datagen.collect.encoding import QUEUED_PER_THREAD, EncodePool, threads_for, writers_for
 from datagen.collect.job import CollectJob
 from datagen.config import MIB, collect_config
 from datagen.store.encoder import Encoder
@@ -206,3 +206,14 @@ def test_a_container_is_asked_for_no_more_cpus_than_it_has(
     if said is not None:
         quota.write_text(said + "\n")
     assert usable_cpus(quota) == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "wide", "threads", "writers"),
+    [(1, True, 1, 1), (8, True, 8, 4), (64, True, 16, 8), (64, False, 8, 1), (2, False, 2, 1)],
+)
+def test_wide_targets_have_more_threads_and_writers(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, wide: bool, threads: int, writers: int
+) -> None:
+    monkeypatch.setattr("datagen.collect.encoding.usable_cpus", lambda: cpus)
+    assert (threads_for(wide=wide), writers_for(wide=wide)) == (threads, writers)

@@ -44,6 +44,12 @@ async def test_damaged_samples_are_captured_again_from_their_responses(tmp_path:
         done = CliRunner().invoke(app, ["repair", str(root), "--no-recapture"])
         assert done.exit_code == 0, done.output
         assert "1 samples are pending" in done.stdout.replace("\n", " ")
+        settings = root / "run.yaml"  # as an earlier version wrote it
+        text = settings.read_text().replace(
+            "\ncapture:\n", "\ncapture:\n  encode_processes: null\n"
+        )
+        assert "encode_processes" in text
+        settings.write_text(text)
         config = stored_config(root, endpoints=url)
         async with CollectJob.open(config, print, frozen=True) as job:
             await job.collect_all()

@@ -21,6 +21,7 @@ from datagen.store.arrow_part import ArrowPart, recover
 from datagen.store.codecs import REGISTRY, Frames, _planes, codec_named
 from datagen.store.codecs._planes import BLOCK_TOKENS
 from datagen.store.codecs.mantissa_4 import rounded
+from datagen.store.encoder import Encoder
 from datagen.store.layout import part
 from datagen.store.states import ShardReader, StatesSpec, encode, fit, to_batch
 from tests.store.rows import prompt_id, states_like
@@ -266,11 +267,52 @@ def test_a_frame_of_another_size_or_with_more_behind_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "ends", [[], [0, 200], [-1, 100], [50, 20], [0, 60, 40, 100], [1 << 62, 1 << 63 - 1]]
+    "ends", [[], [0, 200], [-1, 100], [50, 20], [0, 60, 40, 100], [1 << 62, (1 << 63) - 1]]
 )
 def test_ends_that_leave_the_data_never_reach_compiled_code(ends: list[int]) -> None:
     with pytest.raises(ValueError, match="ends of frames"):
         Frames.checked(bytes(100), np.array(ends, dtype=np.int64))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_shapes_that_do_not_fit_are_refused(name: str) -> None:
+    codec, rows = codec_named(name), np.zeros((3, 64), dtype=np.uint16)
+    params = codec.fit(rows, 16)
+    exp, sm = codec.encode(rows, 16, params)
+    with pytest.raises(ValueError, match="layers"):
+        codec.decode(exp, sm, 3, 64, 16, params, slice(None), [4])
+    with pytest.raises(ValueError, match="layers"):
+        codec.decode(exp, sm, 3, 64, 48, params, slice(None), [0])
+    if params:
+        for width, bias in ((48, params), (16, b""), (16, params[:5])):
+            with pytest.raises(ValueError, match="bias"):
+                codec.encode(rows, width, bias)
+
+
+def test_rows_of_any_layout_are_encoded_alike_and_of_another_dtype_refused() -> None:
+    rows = states_like(9, spec=spec_of("plane"))
+    wide = np.repeat(rows, 2, axis=1)[:, ::2]
+    frozen = rows.copy()
+    frozen.flags.writeable = False
+    encoder = Encoder(spec_of("plane"))
+    first = encoder(rows)
+    for other in (wide, np.asfortranarray(rows), frozen):
+        assert bytes(encoder(other).exp.data) == bytes(first.exp.data)
+    with pytest.raises(ValueError, match="uint16"):
+        encoder(rows.view(np.int16))
+
+
+def test_a_file_that_changes_after_its_ends_were_looked_at_changes_nothing(tmp_path: Path) -> None:
+    spec, path = spec_of("plane"), tmp_path / "states-000.arrow"
+    sealed = part_of(path, spec, [states_like(700, spec=spec)]).seal()
+    reader = ShardReader(sealed.path)
+    row = reader._row(0)
+    place = sealed.path.read_bytes().find(row.exp.ends.tobytes())
+    assert place > 0
+    with sealed.path.open("r+b") as f:
+        f.seek(place)
+        f.write(struct.pack("<q", 1 << 60) * len(row.exp.ends))
+    assert row.exp.ends[-1] < 1 << 60
 
 
 def test_a_long_sample_is_compressed_in_several_calls_to_the_same_frames(

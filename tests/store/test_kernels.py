@@ -80,21 +80,74 @@ def test_another_layout_or_dtype_is_refused() -> None:
 def test_other_threads_go_on_meanwhile() -> None:
     bits = drawn(0, 512, 4, 7168)
     high, low = np.empty((2, 512, 4), dtype=np.uint16)
-    inside, seen = threading.Event(), []
+    calls: list[tuple[float, float]] = []
 
     def look() -> None:
-        inside.set()
         for _ in range(40):
+            began = time.perf_counter()
             kernels.extremes(bits, high, low)
-        inside.clear()
+            calls.append((began, time.perf_counter()))
 
-    thread = threading.Thread(target=look)
+    thread, seen = threading.Thread(target=look), []
     thread.start()
-    inside.wait()
-    while inside.is_set():
+    while thread.is_alive():
         seen.append(time.perf_counter())
     thread.join()
-    assert len(seen) > 1000  # a lock held throughout would let about 40 in, one a call
+    ticks = np.array(seen)
+    within = [int(((ticks > began) & (ticks < ended)).sum()) for began, ended in calls]
+    assert sum(n > 10 for n in within) > 10, (
+        within
+    )  # a lock held would let none in before a call ends
+
+
+def test_no_loop_holds_the_interpreter() -> None:
+    loops = [k for k in vars(kernels).values() if hasattr(k, "targetoptions")]
+    assert len(loops) == 5
+    assert all(loop.targetoptions["nogil"] for loop in loops)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", [0, 100])
+def test_a_damaged_cache_costs_time_and_nothing_else(
+    tmp_path: Path, suffix: str, damage: int
+) -> None:
+    used = cached_in(tmp_path / "cache")
+    files = [*(tmp_path / "cache").rglob(f"*{suffix}")]
+    assert len(files) >= 5, used
+    for file in files:
+        file.write_bytes(file.read_bytes()[:damage])
+    assert cached_in(tmp_path / "cache") == used
+
+
+def test_a_cache_that_cannot_grow_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    assert cached_in(tmp_path / "cache", "ulimit -f 1; ") == "[1, 1]"
+
+
+def test_without_compiled_code_one_line_says_why() -> None:
+    code = "from datagen.errors import ConfigError\ntry:\n import datagen.store.kernels\n"
+    code += "except ConfigError as e: print(e.what)"
+    done = run_python(code, {"NUMBA_DISABLE_JIT": "1"})
+    assert "NUMBA_DISABLE_JIT is set" in done
+
+
+CODE = (
+    "import numpy as np; from datagen.store import kernels; a = np.ones((1, 1, 3), 'u2');"
+    "h = np.empty((2, 1, 1), 'u2'); kernels.extremes(a, *h); print(h.ravel().tolist())"
+)
+
+
+def cached_in(folder: Path, before: str = "") -> str:
+    """What a process prints that uses a loop, with its cache in `folder`."""
+    folder.mkdir(exist_ok=True)
+    return run_python(CODE, {"NUMBA_CACHE_DIR": str(folder)}, before)
+
+
+def run_python(code: str, environment: dict[str, str], before: str = "") -> str:
+    done = subprocess.run(
+        ["bash", "-c", f'{before}exec "$0" -c "$1"', sys.executable, code],
+        env=os.environ | environment, check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_each_time(tmp_path: Path) -> None:
@@ -106,8 +159,9 @@ def test_where_nothing_can_be_kept_it_is_compiled_each_time(tmp_path: Path) -> N
     )
     code += "kernels.extremes(a, *h); print(kernels.__file__, h.ravel().tolist())"
     nowhere = {"HOME": os.devnull, "XDG_CACHE_HOME": os.devnull, "PYTHONPATH": str(tmp_path)}
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | nowhere
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=os.environ | nowhere, check=True,
+        [sys.executable, "-W", "error", "-c", code], env=environment, check=True,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.strip() == f"{source} [1, 1]"

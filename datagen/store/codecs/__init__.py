@@ -24,7 +24,7 @@ from datagen.store.codecs._frames import Frames as Frames
 Rows = NDArray[np.uint16]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """One sample, encoded: `exp` frames in the codec's order, `sm` the raw plane.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from datagen.store.codecs._pool import joined
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Frames:
     """Frame i is the bytes of `data` from `ends[i]` to `ends[i+1]`; `ends`: int64 [frames + 1].
 

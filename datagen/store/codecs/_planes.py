@@ -29,9 +29,7 @@ Plane = bytes | memoryview
 BLOCK_TOKENS = 512
 FRAME_BYTES = 4 << 20  # larger frames leave the cache, smaller ones pay for their Huffman tables
 FIT_TOKENS = 512
-CALL_BYTES = (
-    32 << 20
-)  # of exponents, compressed at a time: scratch space of every thread that encodes
+CALL_BYTES = 32 << 20  # of exponents, or a block: scratch space of every thread that encodes
 FRAMES = pa.large_list(pa.large_binary())
 FRAMED_FIELDS = (
     pa.field("exp", FRAMES, nullable=False),
@@ -111,6 +109,8 @@ def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> Frames:
     from datagen.store import kernels
 
     width, deflater = rows_TW.shape[1], _of_thread.deflater
+    if width % hidden or not len(bias_W) == width == sm_TW.shape[1] or len(sm_TW) != len(rows_TW):
+        raise ValueError(f"rows {rows_TW.shape} of layers of {hidden}, {len(bias_W)} of bias")
     groups = layer_groups(hidden, width // hidden)
     group = groups[0][1] * hidden
     step = max(1, CALL_BYTES // (BLOCK_TOKENS * width)) * BLOCK_TOKENS
@@ -132,6 +132,8 @@ def deflate(rows_TW: Bits, bias_W: Bytes, sm_TW: Bytes, hidden: int) -> Frames:
 
 def require_shape(exp: Frames, n_tokens: int, width: int, hidden: int) -> None:
     """Raise ValueError unless there is a frame for every block and group of layers."""
+    if width % hidden:
+        raise ValueError(f"{width} values a token of layers of {hidden}")
     expected = len(blocks(n_tokens)) * len(layer_groups(hidden, width // hidden))
     if n_tokens < 1 or exp.count != expected:
         raise ValueError(f"{exp.count} frames, {expected} expected for {n_tokens} tokens")
@@ -158,6 +160,8 @@ def _runs(hidden: int, n_layers: int, layers: tuple[int, ...]) -> list[tuple[int
     (frame in its block, layers in the frame, first of them there, first of all, place in `layers`, length)
     """
     found: list[tuple[int, ...]] = []
+    if not all(map(range(n_layers).__contains__, layers)):
+        raise ValueError(f"layers {layers} of {n_layers}")
     for number, (a, b) in enumerate(layer_groups(hidden, n_layers)):
         runs: list[tuple[int, int, int]] = []  # place, layer, length
         for place, layer in enumerate(layers):
@@ -217,5 +221,5 @@ def framed_parts(exp: Buffers, sm: Buffers) -> tuple[Frames, memoryview]:
     stored = present(frame_ends)[8 * first : 8 * (last + 1)]
     if len(stored) != 8 * (last - first + 1):
         raise ValueError(f"{len(stored)} bytes of ends of {last - first} frames")
-    ends = np.frombuffer(stored, dtype=np.int64)
+    ends = np.frombuffer(bytes(stored), dtype=np.int64)  # a copy: what is checked cannot change
     return Frames.checked(present(frames), ends), present(plane)[slice(*two_ends(plane_ends))]

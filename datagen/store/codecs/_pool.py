@@ -1,7 +1,7 @@
-"""Memory of Arrow's pool, which keeps it: what the system gives afresh must be cleared page by page first,
+"""Memory of Arrow's pool, which keeps it, and copies into it outside the interpreter's lock.
 
-a third of the time of decoding. And copies into it outside the interpreter's lock: `bytes` and `join`
-hold it for a second a GB.
+What the system gives afresh must be cleared page by page first, a third of the time of decoding. `bytes`
+and `join` hold the lock for a second a GB.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ class IpcZstdCodec:
         """uint16 [tokens, len(layers), H]."""
         from datagen.store import kernels
 
+        if width % hidden or not all(map(range(width // hidden).__contains__, layers)):
+            raise ValueError(f"layers {list(layers)} of {hidden} in {width} values")
         if not exp.n_bytes == len(sm) == n_tokens * width:
             raise ValueError(f"{exp.n_bytes} and {len(sm)} bytes for {n_tokens} x {width}")
         exponents_N = np.frombuffer(exp.data, dtype=np.uint8)
