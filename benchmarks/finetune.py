@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.finetune_kimi import drawn_drafter, sizes, step_flops
+from benchmarks.finetune_results import add_result
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
@@ -105,11 +106,10 @@ def _written(given: argparse.Namespace, result: Result) -> Result:
     result |= {"device": _device_name(given.device), "torch": torch.__version__}
     result |= {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
     out = ROOT / "benchmarks" / "results" / f"finetune-{time.strftime('%Y-%m-%d')}.json"
-    earlier = json.loads(out.read_text()) if out.exists() else {}
     name = f"{given.part}-{torch.device(given.device).type}"
     if given.part in ("trainers", "choose"):
         name += f"-{result['batch_tokens']}"
-    out.write_text(json.dumps({**earlier, name: result}, indent=2) + "\n")
+    add_result(out, name, result)
     return result
 
 
