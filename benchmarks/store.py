@@ -202,7 +202,7 @@ def _compare(samples: Any, hidden: int) -> Result:
 
 
 def threads(_: Path) -> Result:
-    """Encoding and decoding by several threads against one, in wall time, beside plain zstd's."""
+    """Encoding and decoding by several threads against one, in wall time, beside as many processes."""
     from store_threads import measure
 
     return judged(*measure())

@@ -7,6 +7,7 @@ hold it for a second a GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 def pooled(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
     """An array of that shape, not cleared."""
-    count = int(np.prod(shape))
+    count = prod(shape)
     memory = pa.allocate_buffer(count * np.dtype(dtype).itemsize)
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
 
