@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from datagen.drafter.settings import TrainConfig
 
-# Of Muon, as its authors and PyTorch 2.13 have them; said here, so that no other PyTorch's defaults decide.
+# Of Muon: PyTorch 2.13's defaults but for adjust_lr_fn, said here so that no other version's decide.
 MUON: dict[str, Any] = {
     "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315),
     "eps": 1e-7, "adjust_lr_fn": "match_rms_adamw",
