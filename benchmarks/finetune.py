@@ -16,7 +16,7 @@ kimi         7168 hidden, 21504 wide, 32,000 draft tokens of 163,840, 5 depths: 
 speculators  one forward and backward of its Eagle3DraftModel and of ours, same samples, same depths,
              alternating: supervised tokens/s of both and the median of the ratios
 ranks        `datagen finetune` alone and under `accelerate launch --multi_gpu`, on a made-up run of Kimi's
-             dimensions: tokens/s of both, at least 0.9 x --ranks
+             dimensions, --accumulate batches a step: tokens/s of both, at least 0.9 x --ranks
 choose       settings of ours, by accept_len on held-out samples that trainers, --aside alike, leaves out
 trainers     both trainers whole, from the same weights on the same samples: faster, and accept_len by
              replay at least its best run's (AdamW, and its default, Muon)
@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.finetune_kimi import drawn_drafter, sizes, step_flops
+from benchmarks.finetune_results import add_result
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource
 from datagen.drafter.loader import Loader
@@ -86,6 +87,9 @@ def main() -> int:
     parser.add_argument("--choices", default="[{}]", help="choose: settings of ours, as JSON")
     parser.add_argument("--ranks", type=int, default=2, help="ranks")
     parser.add_argument("--samples", type=int, default=16, help="ranks: of 1,024 tokens")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="ranks: batches of a step, of both"
+    )
     parser.add_argument("--threads", type=int, default=0, help="that decode; 0: 6, of trainers 10")
     parser.add_argument("--folder", type=Path, help="ranks, trainers: where what they make is kept")
     parser.add_argument("--peak-tflops", type=float, default=989.0)
@@ -105,11 +109,10 @@ def _written(given: argparse.Namespace, result: Result) -> Result:
     result |= {"device": _device_name(given.device), "torch": torch.__version__}
     result |= {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
     out = ROOT / "benchmarks" / "results" / f"finetune-{time.strftime('%Y-%m-%d')}.json"
-    earlier = json.loads(out.read_text()) if out.exists() else {}
     name = f"{given.part}-{torch.device(given.device).type}"
     if given.part in ("trainers", "choose"):
         name += f"-{result['batch_tokens']}"
-    out.write_text(json.dumps({**earlier, name: result}, indent=2) + "\n")
+    add_result(out, name, result)
     return result
 
 

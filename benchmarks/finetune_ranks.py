@@ -6,8 +6,10 @@ A made-up run is written through the real store (random boundaries; final states
 lm_head turns into the recorded tokens), with a made-up target and init drafter. Then
 `datagen finetune` runs on it alone, and under `accelerate launch --multi_gpu`: loader, packing,
 checkpoint and measurement included. tokens_per_s is the trainer's own figure, the median of its
-windows after the first third (compilation). Beside it, what a bare exchange of as many gradients takes
-(`link`), and by how much a step of several is longer (`longer_step_s`): the first is the link's part.
+windows after the first third (compilation). --accumulate holds for both: one exchange for so many batches.
+Beside it, what a bare exchange of as many gradients takes (`link`), and by how much a step of several is
+longer (`longer_step_s`). The first is no part of the second: training may exchange beside its backward pass,
+so the link bounds what is lost to it and does not explain it.
 """
 
 from __future__ import annotations
@@ -57,26 +59,32 @@ def ranks(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> R
     for count in (1, given.ranks):
         found[count] = _launched(given, folder, count)
         print(f"{count}: {found[count]}", flush=True)
-        keep({"hidden": given.hidden, "link": link, "runs": found})
+        keep({"hidden": given.hidden, "accumulate": given.accumulate, "link": link, "runs": found})
     one, every = found[1], found[given.ranks]
     ratio = every["tokens_per_s"] / one["tokens_per_s"]
     tokens = given.batch_tokens or 8192
-    longer = tokens * (given.ranks / every["tokens_per_s"] - 1 / one["tokens_per_s"])
+    longer = (
+        given.accumulate * tokens * (given.ranks / every["tokens_per_s"] - 1 / one["tokens_per_s"])
+    )
     return {
         "ranks": given.ranks, "hidden": given.hidden, "depths": given.depths or 5,
-        "batch_tokens": tokens, "one": one, "all": every, "link": link, "longer_step_s": longer,
-        "ratio": ratio, "passed": ratio >= 0.9 * given.ranks,
+        "batch_tokens": tokens, "accumulate": given.accumulate, "one": one, "all": every,
+        "link": link, "longer_step_s": longer, "ratio": ratio, "passed": ratio >= 0.9 * given.ranks,
     }  # fmt: skip
 
 
 def _link(given: Namespace, folder: Path) -> Result:
-    """An exchange of the init drafter's weights, nothing computed."""
+    """An exchange of the init drafter's weights, nothing computed; `failed` where it cannot be measured."""
     with safe_open(folder / "init" / "model.safetensors", framework="pt") as f:
         shapes = [f.get_slice(n).get_shape() for n in f.keys() if n not in MAPS]  # noqa: SIM118
     out = folder / "link.json"
     command = [*_launcher(given), "-m", "benchmarks.finetune_link"]
     command += [str(sum(math.prod(s) for s in shapes)), str(out), given.device]
-    subprocess.run(command, check=True, timeout=300)
+    try:
+        subprocess.run(command, check=True, timeout=300)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
+        how = e.returncode if isinstance(e, subprocess.CalledProcessError) else "timeout"
+        return {"failed": how}  # what the launches take is worth no less
     measured: Result = json.loads(out.read_text())
     return measured
 
@@ -98,7 +106,7 @@ def _launched(given: Namespace, folder: Path, count: int) -> Result:
         "--batch-tokens": given.batch_tokens or 8192, "--depths": given.depths or 5,
         "--weights": 1000, "--max-steps": given.steps, "--log-every": LOG_EVERY,
         "--evaluate-every": 10_000, "--checkpoint-every": 10_000, "--threads": given.threads,
-        "--device": given.device,
+        "--device": given.device, "--accumulate": given.accumulate,
     }  # fmt: skip
     command += ["finetune", str(folder / "run" / "manifest.json"), "--allow-chance"]
     command += [str(part) for pair in flags.items() for part in pair]

@@ -4,7 +4,8 @@ python -m benchmarks.finetune trainers RUN/manifest.json --target-weights TARGET
 
 Both read a run's real states from disk with their own loaders (speculators those that `datagen export`
 wrote), start from one fresh drafter, see every sample --repeats times, and take the same learning rate,
-schedule, batch tokens and depths. Rounds alternate. What is compared:
+schedule, batch tokens and depths; round n of both is seeded with n. The peer's flags, which stand in the
+result, give its weights no decay, as ours have none by default. Rounds alternate. What is compared:
 
 supervised_tokens_per_s   by the clock, between steps, after the first ones (compilation); a sample's
                           supervised tokens are counted alike for both: the trained rows of depth 1
@@ -19,24 +20,30 @@ of --choices and replays it on the --aside held-out samples; `trainers` leaves t
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
 
+from benchmarks.finetune_speculators import (
+    LOG_EVERY,
+    WARM_UP,
+    as_drafter,
+    peer_data,
+    peer_flags,
+    peer_run,
+)
 from datagen.acceptance.metrics import Counts, accept_len, compare
 from datagen.acceptance.replay import Replay
-from datagen.drafter.checkpoint import export_files, load_drafter, own_name
+from datagen.drafter.checkpoint import export_files, load_drafter
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.dataset import ManifestSource, SampleRef, first_by_hash
 from datagen.drafter.model import Drafter
@@ -46,11 +53,19 @@ from datagen.drafter.speculators import write_speculators
 from datagen.drafter.start import fresh_drafter
 from datagen.drafter.target import Target, load_target
 from datagen.drafter.vocab import by_frequency
+from datagen.errors import ConfigError
 from datagen.finetune import finetune, finetune_config
+from datagen.store.atomic import write_json_atomic
+from datagen.store.manifest import Manifest
 
-LOG_EVERY = 5
-WARM_UP = 0.05
 PEER_OPTIMIZERS = ("adamw", "muon")  # ours, and its default: a round each; its best one counts
+SHARED = frozenset({
+    "manifest", "weights", "out", "init", "target_weights", "heldout_manifest", "fresh_vocab",
+    "draft_vocab", "device", "allow_chance", "batch_tokens", "max_tokens", "accumulate", "depths",
+    "epochs", "max_steps", "limit", "learning_rate", "warmup", "seed", "log_every",
+    "evaluate_every", "checkpoint_every", "export_dtype", "threads", "ahead",
+})  # fmt: skip
+"""What ours does not choose: it holds for both trainers, or for every choice."""
 Result = dict[str, Any]
 
 
@@ -86,9 +101,10 @@ class Bench:
         replay = Replay(drafter, embed_VH, steps=self.depths, device=self.given.device)
         return [r.counts for r in replay.run(self.samples)]
 
-    def trained(self, out: Path, settings: Result) -> tuple[Result, Drafter]:
+    def trained(self, out: Path, settings: Result, seed: int) -> tuple[Result, Drafter]:
         """Ours, once."""
-        run = _ours(self.given, out, self.init, self.target_dir, self.tokens, self.depths, settings)
+        common = shared(self.given, out, self.init, self.target_dir, self.tokens, self.depths, seed)
+        run = _ours(common, settings)
         return run, load_drafter(run.pop("final")).drafter
 
     def about(self) -> Result:
@@ -99,15 +115,50 @@ class Bench:
             "heldout_prompts": len({s.sample_id.rsplit("-", 1)[0] for s in self.samples}),
             "aside": given.aside, "repeats": given.repeats, "batch_tokens": self.tokens,
             "depths": self.depths, "learning_rate": given.learning_rate, "draft_vocab": self.size,
+            "versions": _versions(given.manifest),
             "accept_len_start": accept_len(self.measured(self.start)).value,
         }  # fmt: skip
 
 
-def settings_of(given: str) -> Result:
-    """JSON, or where it stands: @FILE, which `choose` may write until ours is first started."""
-    text = Path(given[1:]).read_text() if given.startswith("@") else given
-    found: Result = json.loads(text)
-    return found
+class Chosen:
+    """Settings of ours: JSON, or @FILE that holds it, which `choose` may write until they are asked for."""
+
+    def __init__(self, given: str) -> None:
+        self._given = given
+        if not given.startswith("@"):
+            _ = self.settings  # wrong ones are told before the peer has trained
+
+    @cached_property
+    def settings(self) -> Result:
+        """Read once: every round trains with the same."""
+        given = self._given
+        text = Path(given[1:]).read_text() if given.startswith("@") else given
+        return own_settings(json.loads(text))
+
+
+def own_settings(settings: Result) -> Result:
+    """The same; ends the benchmark where one is not for ours to choose, or is none."""
+    if fixed := sorted(SHARED & set(settings)):
+        raise SystemExit(f"settings of ours cannot hold {', '.join(fixed)}: leave them out")
+    try:
+        finetune_config(**settings)
+    except ConfigError as e:
+        raise SystemExit(f"settings of ours: {e}") from e
+    return settings
+
+
+def by_prompt(counts: list[Counts]) -> Result:
+    """Sums in the order of the prompts' ids: whatever interval is wanted can be had of them."""
+    tokens: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    for c in counts:
+        tokens[c.prompt_id] += c.tokens
+        steps[c.prompt_id] += c.steps
+    order = sorted(tokens)
+    return {
+        "tokens_by_prompt": [tokens[p] for p in order],
+        "steps_by_prompt": [steps[p] for p in order],
+    }
 
 
 def side_of(refs: Sequence[SampleRef], count: int, *, aside: bool) -> list[SampleRef]:
@@ -122,28 +173,30 @@ def choose(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> 
         raise SystemExit(
             "choose needs --aside: the held-out samples that trainers will not judge on"
         )
+    choices = [own_settings(c) for c in json.loads(given.choices)]
     bench = Bench(given, folder, aside=True)
     about = bench.about()
     runs: list[Result] = []
     counts: list[list[Counts]] = []
     best: Result = {}
-    for number, settings in enumerate(json.loads(given.choices)):
-        run, drafter = bench.trained(folder / f"choice-{number}", settings)
+    for number, settings in enumerate(choices):
+        run, drafter = bench.trained(folder / f"choice-{number}", settings, seed=0)
         counts.append(bench.measured(drafter))
         paired = compare(counts[0], counts[-1])
         runs.append({
             "settings": settings, "accept_len": accept_len(counts[-1]).value,
-            "over_the_first": asdict(paired.difference), **run,
+            "over_the_first": asdict(paired.difference), **run, **by_prompt(counts[-1]),
         })  # fmt: skip
-        print(f"choice: {json.dumps(runs[-1])}", flush=True)
+        print(f"choice: {json.dumps(_told(runs[-1]))}", flush=True)
         best = max(runs, key=lambda r: float(r["accept_len"]))["settings"]
-        (folder / "best.json").write_text(json.dumps(best))
+        write_json_atomic(folder / "best.json", best)
         keep({**about, "choices": runs, "best": best})
     return {**about, "choices": runs, "best": best, "passed": True}
 
 
 def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -> Result:
     """Run both, `--rounds` times each, in `folder`; `keep` is given what is known after every run."""
+    chosen = Chosen(given.settings)
     bench = Bench(given, folder, aside=False)
     depths, tokens, start = bench.depths, bench.tokens, bench.start
     write_speculators(
@@ -152,29 +205,32 @@ def trainers(given: Namespace, folder: Path, keep: Callable[[Result], Result]) -
     )  # fmt: skip
     refs = bench.source.index("train", 0)
     rows = given.repeats * sum(trained_counts(r.n_tokens, r.n_context, 1)[0] for r in refs)
-    ratio = _peer_data(given, folder, len(refs), bench.target_dir)
+    ratio = peer_data(given, folder, len(refs), bench.target_dir)
     np.save(folder / "d2t.npy", bench.words.d2t.numpy())
     np.save(folder / "t2d.npy", bench.words.t2d.numpy())
-    about: Result = {**bench.about(), "supervised_tokens": rows}
+    about: Result = {**bench.about(), "supervised_tokens": rows, "peer_loss": given.peer_loss}
     ours: list[Result] = []
     theirs: list[Result] = []
     counts: dict[str, list[list[Counts]]] = {"ours": [], "speculators": []}
 
     def ended(name: str, run: Result, runs: list[Result], drafter: Drafter) -> None:
         counts[name].append(bench.measured(drafter))
-        runs.append({**run, "accept_len": accept_len(counts[name][-1]).value})
-        print(f"{name}: {runs[-1]}", flush=True)
-        keep({**about, "ours": ours, "speculators": theirs})
+        found = {"accept_len": accept_len(counts[name][-1]).value, **by_prompt(counts[name][-1])}
+        runs.append({**run, **found})
+        print(f"{name}: {_told(runs[-1])}", flush=True)
+        # A round that is cut short has no partner: what is judged so far is whole rounds.
+        so_far = judged(ours, theirs[: len(ours)], counts) if ours else {}
+        keep({**about, "ours": ours, "speculators": theirs, **so_far})
 
     for number in range(given.rounds):
         optimizer = PEER_OPTIMIZERS[number % len(PEER_OPTIMIZERS)]
-        run = _theirs(
-            given, folder, number, optimizer, ratio, bench.target_dir, tokens, depths, rows
+        flags = peer_flags(
+            given, optimizer=optimizer, seed=number, tokens=tokens, depths=depths, ratio=ratio
         )
-        ended("speculators", run, theirs, _as_drafter(run.pop("weights"), start))
-        settings = settings_of(given.settings)
-        run, drafter = bench.trained(folder / f"ours-{number}", settings)
-        ended("ours", {**run, "settings": settings}, ours, drafter)
+        run = peer_run(folder, flags, bench.target_dir, rows)
+        ended("speculators", run, theirs, as_drafter(run.pop("weights"), start))
+        run, drafter = bench.trained(folder / f"ours-{number}", chosen.settings, seed=number)
+        ended("ours", {**run, "settings": chosen.settings}, ours, drafter)
     return {**about, "ours": ours, "speculators": theirs, **judged(ours, theirs, counts)}
 
 
@@ -210,6 +266,23 @@ def judged(
     }  # fmt: skip
 
 
+def _told(run: Result) -> Result:
+    """Without what only a file holds."""
+    return {k: v for k, v in run.items() if not k.endswith("_by_prompt")}
+
+
+def _versions(manifest: Path) -> Result:
+    """Of what trains, None where it is not installed; and of what captured the states."""
+    found: Result = {}
+    for name in ("torch", "speculators", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    servers = Manifest.load(manifest).servers
+    return {**found, "engines": sorted({str(s["engine"]) for s in servers if "engine" in s})}
+
+
 def _target_directory(given: Namespace) -> Path:
     if given.target_weights:
         return Path(given.target_weights)
@@ -218,107 +291,34 @@ def _target_directory(given: Namespace) -> Path:
     return ensure_checkpoint()
 
 
-def _ours(
-    given: Namespace, out: Path, init: Path, target: Path, tokens: int, depths: int,
-    settings: Result,
-) -> Result:  # fmt: skip
-    common = {
+def shared(
+    given: Namespace, out: Path, init: Path, target: Path, tokens: int, depths: int, seed: int
+) -> Result:
+    """Settings of ours that are no choice of its: SHARED names them, also where their default holds."""
+    return {
         "manifest": str(given.manifest), "weights": str(float(given.repeats)), "out": str(out),
         "init": str(init), "target_weights": str(target), "device": given.device,
         "allow_chance": True, "batch_tokens": tokens, "depths": depths, "warmup": WARM_UP,
-        "learning_rate": given.learning_rate, "log_every": LOG_EVERY, "evaluate_every": 100_000,
-        "checkpoint_every": 100_000, "export_dtype": "float32", "threads": given.threads,
-        "ahead": 2 * given.threads,
+        "learning_rate": given.learning_rate, "seed": seed, "log_every": LOG_EVERY,
+        "evaluate_every": 100_000, "checkpoint_every": 100_000, "export_dtype": "float32",
+        "threads": given.threads, "ahead": 2 * given.threads,
     }  # fmt: skip
-    config = finetune_config(**common | settings)
+
+
+def _ours(common: Result, settings: Result) -> Result:
+    config = finetune_config(**common, **settings)
     started = time.monotonic()
     outcome = finetune(config, lambda text: print(text, flush=True))
     seconds = time.monotonic() - started
-    records = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"]
+    records = [r for r in read_metrics(config.out / "metrics.jsonl") if r["kind"] == "train"]
     steady = records[len(records) // 3 :]
     return {
         "supervised_tokens_per_s": statistics.median(r["rows_per_s"] for r in steady),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in steady),
         "wait_share": statistics.median(r["wait_share"] for r in steady),
         "steps": outcome.steps,
+        "seed": config.train.seed,
         "predicted_accept_len": outcome.after["predicted_accept_len"],
         "seconds": seconds,
         "final": outcome.final,
     }
-
-
-def _peer_data(given: Namespace, folder: Path, count: int, target: Path) -> float:
-    """Its data directory, every sample `--repeats` times, and one more for its validation split.
-
-    Returns the share of rows that train.
-    """
-    from datasets import concatenate_datasets, load_from_disk
-
-    once = folder / "once"
-    command = [sys.executable, "-m", "datagen.cli", "export", str(given.manifest)]
-    flags = ["--format", "speculators", "--split", "train", "--checkpoint", str(target)]
-    subprocess.run([*command, *flags, "--output", str(once)], check=True)
-    rows = load_from_disk(str(once))
-    assert len(rows) == count
-    every = concatenate_datasets([rows] * given.repeats + [rows.select([0])])
-    every.with_format("torch").save_to_disk(str(folder / "data"))
-    states = folder / "data" / "hidden_states"
-    states.mkdir()
-    for n in range(len(every)):
-        os.link(
-            once / "hidden_states" / f"hs_{n % count}.safetensors", states / f"hs_{n}.safetensors"
-        )
-    os.link(once / "token_freq.pt", folder / "data" / "token_freq.pt")
-    return (len(every) - 0.5) / len(every)
-
-
-def _theirs(
-    given: Namespace, folder: Path, number: int, optimizer: str, ratio: float, target: Path,
-    tokens: int, depths: int, rows: int,
-) -> Result:  # fmt: skip
-    """`speculators train` in a process of its own (finetune_peer.py stamps its steps)."""
-    cuda = given.device.startswith("cuda")
-    name = f"theirs-{number}"
-    out = folder / name
-    flags = {
-        "speculator-type": "eagle3", "verifier-name-or-path": str(target),
-        "from-pretrained": str(folder / "peer-init"), "data-path": str(folder / "data"),
-        "on-missing": "raise", "save-path": str(out), "log-dir": str(out / "logs"),
-        "total-seq-len": tokens, "train-data-ratio": repr(ratio), "epochs": 1,
-        "lr": given.learning_rate, "weight-decay": 0.0, "scheduler-type": "cosine",
-        "scheduler-warmup-ratio": WARM_UP, "ttt-steps": depths, "log-freq": LOG_EVERY,
-        "num-workers": 12 if cuda else 1, "seed": 0,
-        "draft-attn-impl": "simple_flex_attention" if cuda else "eager",
-        "loss-implementation": given.peer_loss, "draft-vocab-size": given.draft_vocab,
-        "d2t-path": str(folder / "d2t.npy"), "t2d-path": str(folder / "t2d.npy"),
-        "optimizer": optimizer,
-    }  # fmt: skip
-    stamps = folder / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.finetune_peer", str(stamps), str(LOG_EVERY)]
-    command += [f"--{flag}={value}" for flag, value in flags.items()]
-    started = time.monotonic()
-    subprocess.run(command, check=True, timeout=3600)
-    seconds = time.monotonic() - started
-    times = json.loads(stamps.read_text())
-    steps, marks = times["steps"], times["marks"]
-    marks = marks[len(marks) // 3 :]
-    windows = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(marks)]
-    found = sorted(out.rglob("model.safetensors"))
-    assert found, f"no checkpoint below {out}"
-    return {
-        "supervised_tokens_per_s": rows / steps / statistics.median(windows),
-        "steps": steps,
-        "optimizer": optimizer,
-        "seconds": seconds,
-        "windows_s": windows,
-        "weights": found[-1],
-    }
-
-
-def _as_drafter(weights: Path, start: Drafter) -> Drafter:
-    """Their checkpoint under our names; the verifier's tensors in it are the target's."""
-    tensors = {own_name(n): t for n, t in load_file(weights).items()}
-    drafter = Drafter(start.config)
-    wanted = drafter.state_dict()
-    drafter.load_state_dict({n: tensors[n].to(wanted[n].dtype) for n in wanted})
-    return drafter

@@ -27,6 +27,7 @@ from datagen.store.states import StatesSpec
 ROUNDS = 10
 RAW_BYTES = 100 << 20  # a round, at least
 COUNTS = (1, 2, 4, 8)
+LONGEST_S = 300  # of one measurement
 Rows = NDArray[np.uint16]
 
 
@@ -131,45 +132,49 @@ def _gains(
 
 def _threads(work: Callable[[Any], object], shares: Sequence[list[Any]]) -> float:
     """Seconds that a thread a share takes, all at once; what is made once a thread is made before."""
-    ready, done = threading.Barrier(len(shares) + 1), threading.Barrier(len(shares) + 1)
+    ready, done = (threading.Barrier(len(shares) + 1, timeout=LONGEST_S) for _ in range(2))
     threads = [
-        threading.Thread(target=_worked, args=(work, share, ready.wait, done.wait))
-        for share in shares
+        threading.Thread(target=_worked, args=(work, share, ready, done)) for share in shares
     ]
-    return _timed(threads, ready.wait, done.wait)
+    return _timed(threads, ready, done)
 
 
 def _processes(work: Callable[[Any], object], shares: Sequence[list[Any]]) -> float:
     """The same with a process a share."""
     context = multiprocessing.get_context("fork")
-    ready, done = context.Barrier(len(shares) + 1), context.Barrier(len(shares) + 1)
+    ready, done = (context.Barrier(len(shares) + 1, timeout=LONGEST_S) for _ in range(2))
     processes = [
-        context.Process(target=_worked, args=(work, share, ready.wait, done.wait))
-        for share in shares
+        context.Process(target=_worked, args=(work, share, ready, done)) for share in shares
     ]
-    return _timed(processes, ready.wait, done.wait)
+    return _timed(processes, ready, done)
 
 
 def _worked(
     work: Callable[[Any], object],
     share: list[Any],
-    ready: Callable[[], int],
-    done: Callable[[], int],
+    ready: threading.Barrier,
+    done: threading.Barrier,
 ) -> None:
-    for item in share[:2]:
-        work(item)
-    ready()
-    for item in share:
-        work(item)
-    done()
+    try:
+        for item in share[:2]:
+            work(item)
+        ready.wait()
+        for item in share:
+            work(item)
+        done.wait()
+    except BaseException:  # the others would wait for this one
+        ready.abort()
+        done.abort()
+        raise
 
 
-def _timed(workers: Sequence[Any], ready: Callable[[], int], done: Callable[[], int]) -> float:
+def _timed(workers: Sequence[Any], ready: threading.Barrier, done: threading.Barrier) -> float:
+    """Raises BrokenBarrierError when a worker fails, or is gone for LONGEST_S."""
     for worker in workers:
         worker.start()
-    ready()
+    ready.wait()
     started = time.perf_counter()
-    done()
+    done.wait()
     seconds = time.perf_counter() - started
     for worker in workers:
         worker.join()

@@ -29,6 +29,7 @@ async def pipeline(
     max_steps: NonNegativeInt = 0,
     depths: PositiveInt = 5,
     batch_tokens: PositiveInt = 4096,
+    optimizer: str = "adamw",
     learning_rate: PositiveFloat = 1e-4,
     draft_vocab: NonNegativeInt = 0,
     steps: PositiveInt = 3,
@@ -53,6 +54,7 @@ async def pipeline(
         max_steps: Training steps; 0 is as many as the epochs have.
         depths: Unrolled drafts in training; at least `steps`.
         batch_tokens: Tokens packed into a micro-batch.
+        optimizer: adamw, or muon for the matrices but lm_head.
         learning_rate: At the end of the warm-up.
         draft_vocab: Size of a new vocabulary map; 0 is 32,000.
         steps: Draft tokens per verify cycle.
@@ -70,7 +72,8 @@ async def pipeline(
         trained = await _step(
             finetune, "finetune", manifest=collected["manifest"], init=init,
             target_weights=target_weights, epochs=epochs, max_steps=max_steps, depths=depths,
-            batch_tokens=batch_tokens, learning_rate=learning_rate, draft_vocab=draft_vocab,
+            batch_tokens=batch_tokens, optimizer=optimizer, learning_rate=learning_rate,
+            draft_vocab=draft_vocab,
         )  # fmt: skip
         judged = await _step(
             evaluate, "evaluate", manifest=collected["manifest"], drafter=trained["drafter"],

@@ -32,6 +32,7 @@ async def probe(
     epochs: PositiveInt = 1,
     max_steps: NonNegativeInt = 0,
     depths: PositiveInt = 5,
+    optimizer: str = "adamw",
     learning_rate: PositiveFloat = 1e-4,
     batch_tokens: PositiveInt = 4096,
     draft_vocab: NonNegativeInt = 0,
@@ -56,6 +57,7 @@ async def probe(
         epochs: Passes over a subset.
         max_steps: Steps on a subset; 0 is as many as the epochs have.
         depths: Unrolled drafts; at least as many as will be served.
+        optimizer: adamw, or muon for the matrices but lm_head.
         learning_rate: At the end of the warm-up.
         batch_tokens: Tokens packed into a micro-batch.
         draft_vocab: Size of a new vocabulary map; 0 is 32,000.
@@ -72,8 +74,9 @@ async def probe(
             raise ConfigError("one speed alone gives no hours", fix="give both, or neither")
         config = finetune_config(
             manifest=manifest, out=out, init=init, target_weights=target_weights, limit=limit,
-            epochs=epochs, max_steps=max_steps, depths=depths, learning_rate=learning_rate,
-            batch_tokens=batch_tokens, draft_vocab=draft_vocab, device=device,
+            epochs=epochs, max_steps=max_steps, depths=depths, optimizer=optimizer,
+            learning_rate=learning_rate, batch_tokens=batch_tokens, draft_vocab=draft_vocab,
+            device=device,
         )  # fmt: skip
         if not out:
             config = config.model_copy(update={"out": config.out.parent / "probe"})

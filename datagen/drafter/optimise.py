@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from datagen.drafter.settings import TrainConfig
 
-MOMENTUM = 0.95  # of Muon
+# Of Muon: PyTorch 2.13's defaults but for adjust_lr_fn, said here so that no other version's decide.
+MUON: dict[str, Any] = {
+    "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-7, "adjust_lr_fn": "match_rms_adamw",
+}  # fmt: skip
 KEPT_BY_MUON = ("momentum_buffer",)
 KEPT_BY_ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
@@ -70,7 +74,7 @@ def optimizers(drafter: nn.Module, config: TrainConfig, device: torch.device) ->
         return Optimizers(adamw)
     muon = torch.optim.Muon(
         [named[n] for n in turned], lr=config.learning_rate, weight_decay=config.weight_decay,
-        momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw",
+        **MUON,
     )  # fmt: skip
     return Optimizers(muon, adamw)
 

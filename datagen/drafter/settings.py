@@ -26,8 +26,8 @@ class TrainConfig(StrictModel):
     drop_outside: bool = True
     """Leave out rows whose target choice no draft token can be."""
     optimizer: OptimizerKind = "adamw"
-    """muon: orthogonalised momentum for the matrices but lm_head, at AdamW's step size; AdamW for the
-    rest."""
+    """muon: orthogonalised momentum for the matrices but lm_head, scaled so that the root mean square of an
+    orthogonal step is 0.2 of the learning rate; AdamW for the rest."""
     learning_rate: float = Field(default=1e-4, gt=0)
     warmup: float = Field(default=0.02, ge=0, lt=1)
     """Share of the steps. Longer ones (0.1, 0.2) and another rate change neither how the loss of small

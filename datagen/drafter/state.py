@@ -1,8 +1,9 @@
 """A training run on disk: checkpoints that are whole or absent, and the log of its metrics.
 
 <out>/checkpoints/step-000200/   config.json, model.safetensors (loadable by SGLang), provenance.json,
-                                 trainer.state (safetensors, float32: master.*, exp_avg.*,
-                                 exp_avg_sq.*, step.*, average.*)
+                                 trainer.state (safetensors, float32: master.*, average.* with
+                                 ema, exp_avg.*, exp_avg_sq.*, step.* of what is AdamW's,
+                                 momentum_buffer.* of what is Muon's)
 <out>/final/                     the same without trainer.state
 <out>/metrics.jsonl              one JSON object per logged or measured step
 <out>/tensorboard/               the same, where tensorboard is installed
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from datagen.drafter.checkpoint import write_directory
 from datagen.drafter.curves import read_metrics
+from datagen.drafter.settings import TrainConfig
 from datagen.errors import ConfigError, CorruptFile, FingerprintMismatch
 from datagen.store.atomic import write_atomic, write_json_atomic
 
@@ -118,7 +120,11 @@ def read_provenance(directory: Path) -> dict[str, Any]:
 
 
 def require_same_settings(stored: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    """Raise FingerprintMismatch naming every setting that differs."""
+    """Raise FingerprintMismatch naming every setting that differs.
+
+    A training setting that is not stored came later: the checkpoint was made as its default makes it.
+    """
+    stored = {**TrainConfig().model_dump(mode="json"), **stored}
     names = sorted(set(stored) | set(now))
     changed = [
         f"{n} is {now.get(n)}, was {stored.get(n)}" for n in names if stored.get(n) != now.get(n)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from datagen.drafter.curves import read_metrics
+from datagen.drafter.settings import TrainConfig
 from datagen.errors import CorruptFile
 from datagen.report.plots import Series, line_plot
 from datagen.report.sections import Plot, Section, Table
@@ -61,6 +62,7 @@ def _tables(held: list[dict[str, Any]], provenance: dict[str, Any] | None) -> li
             ["samples", f"{samples['train']:,} trained, {samples['heldout']:,} held out"],
             ["start", str(provenance["init"].get("path", provenance["init"]["kind"]))],
             ["loss", f"{settings['loss']}, {settings['depths']} depths, decay {settings['decay']}"],
+            ["optimizer", settings.get("optimizer", TrainConfig().optimizer)],  # once the only one
             ["learning rate", f"{settings['learning_rate']:g}"],
             ["steps", (f"{provenance['step']:,} of {settings['batch_tokens']:,} tokens x "
              f"{settings['accumulate']} x {settings['ranks']} processes")],

@@ -27,13 +27,16 @@ pytestmark = [
 ]
 
 
-def test_two_processes_train_as_one_with_twice_the_micro_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_processes_train_as_one_with_twice_the_micro_batches(
+    tmp_path: Path, optimizer: str
+) -> None:
     manifest = write_run(tmp_path / "run", tiny_target(tmp_path), train=12, heldout=3)
     flags = [
         str(manifest), "--target-weights", str(tmp_path / "tiny-llama"), "--device", "cpu",
         "--batch-tokens", "64", "--depths", "2", "--max-steps", "6", "--draft-vocab", "128",
         "--log-every", "1", "--export-dtype", "float32", "--checkpoint-every", "3",
-        "--learning-rate", "0.003",
+        "--learning-rate", "0.003", "--optimizer", optimizer,
     ]  # fmt: skip
     # What `accelerate launch --multi_gpu` starts; on CPUs alone its own launcher wants mpirun.
     launch = [

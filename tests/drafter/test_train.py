@@ -154,6 +154,24 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(
         train(bench, undisturbed, learning_rate=0.1)
 
 
+def test_a_run_from_before_a_setting_existed_was_made_as_its_default_makes_it(
+    bench: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    stored = [*out.glob("*/provenance.json"), *out.glob("checkpoints/*/provenance.json")]
+    assert len(stored) == 3
+    for path in stored:
+        kept = json.loads(path.read_text())
+        assert kept["settings"].pop("optimizer") == "adamw"
+        path.write_text(json.dumps(kept))
+    assert train(bench, out).steps == 12
+    shutil.rmtree(out / "final")
+    with pytest.raises(FingerprintMismatch, match="settings: optimizer is muon, was adamw"):
+        train(bench, out, optimizer="muon")
+    assert digest(train(bench, out).final) == digest(undisturbed / "final")
+
+
 def test_the_logged_loss_is_that_of_a_row_whatever_share_of_the_tokens_trains() -> None:
     """Divided by all tokens, as it is minimised, it halves when a batch holds twice the context."""
     config = TrainConfig(depths=2)

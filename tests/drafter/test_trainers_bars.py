@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.finetune_trainers import judged, settings_of, side_of
-from datagen.acceptance.metrics import Counts, accept_len
+from benchmarks.finetune_speculators import peer_flags
+from benchmarks.finetune_trainers import (
+    SHARED,
+    Chosen,
+    by_prompt,
+    choose,
+    judged,
+    shared,
+    side_of,
+)
+from datagen.acceptance.metrics import Counts, accept_len, compare
 from datagen.drafter.dataset import SampleRef
+from datagen.drafter.settings import RunConfig, TrainConfig
 
 
 def run(tokens: int) -> list[Counts]:
@@ -74,9 +86,70 @@ def test_no_prompt_that_settings_were_chosen_on_is_judged_on() -> None:
         assert count <= len(chosen) <= count + 1
 
 
-def test_settings_are_json_or_the_file_that_holds_them_when_they_are_read(tmp_path: Path) -> None:
-    assert settings_of('{"decay": 0.5}') == {"decay": 0.5}
+def test_settings_are_json_or_a_file_that_is_read_once_when_they_are_first_asked_for(
+    tmp_path: Path,
+) -> None:
+    assert Chosen('{"decay": 0.5}').settings == {"decay": 0.5}
     where = tmp_path / "best.json"
-    for decay in (0.5, 0.6):
-        where.write_text(json.dumps({"decay": decay}))
-        assert settings_of(f"@{where}") == {"decay": decay}
+    chosen = Chosen(f"@{where}")
+    where.write_text('{"decay": 0.5}')
+    assert chosen.settings == {"decay": 0.5}
+    where.write_text('{"decay": 0.6}')
+    assert chosen.settings == {"decay": 0.5}, "every round trains with the same"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"batch_tokens": 64, "decay": 0.5}, "cannot hold batch_tokens:"),
+        ({"seed": 3, "learning_rate": 1e-4}, "cannot hold learning_rate, seed:"),
+        ({"momentum": 0.9}, "unknown settings momentum"),
+        ({"decay": 2}, "decay"),
+    ],
+)
+def test_settings_that_both_share_or_nobody_has_end_the_benchmark_before_it_trains(
+    settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        Chosen(json.dumps(settings))
+    with pytest.raises(SystemExit, match=told):
+        choose(Namespace(aside=3, choices=json.dumps([{}, settings])), Path("unused"), lambda r: r)
+
+
+GIVEN = Namespace(
+    manifest=Path("m"), repeats=2, device="cuda", learning_rate=1e-3, threads=4, peer_loss="eager",
+    draft_vocab=8192,
+)  # fmt: skip
+
+
+def test_both_trainers_are_given_the_same_but_what_ours_chooses() -> None:
+    ours = shared(GIVEN, Path("out"), Path("init"), Path("target"), 4096, 5, 1)
+    assert set(ours) <= SHARED
+    settings = {*TrainConfig.model_fields, *RunConfig.model_fields}
+    assert {"optimizer", "decay", "normalise", "loss", "weight_decay", "ema"} <= settings - SHARED
+    theirs = peer_flags(GIVEN, optimizer="muon", seed=1, tokens=4096, depths=5, ratio=0.99)
+    same = {
+        "batch_tokens": "total-seq-len", "depths": "ttt-steps", "learning_rate": "lr",
+        "warmup": "scheduler-warmup-ratio", "seed": "seed", "log_every": "log-freq",
+    }  # fmt: skip
+    assert {a: theirs[b] for a, b in same.items()} == {a: ours[a] for a in same}
+    decays = {theirs[f"{name}weight-decay"] for name in ("", "muon-")}
+    assert decays == {TrainConfig().weight_decay}
+
+
+def test_the_sums_by_prompt_give_the_same_interval_as_the_samples() -> None:
+    a, b = (
+        [Counts(f"p{n % 7}-{n}", f"p{n % 7}", 40 + n * k % 11, 40) for n in range(19)]
+        for k in (3, 5)
+    )
+    kept = [by_prompt(counts) for counts in (a, b)]
+    assert [len(v) for k in kept for v in k.values()] == [7] * 4
+    again = [
+        [
+            Counts(f"p{n}", f"p{n}", *both)
+            for n, both in enumerate(zip(*k.values(), strict=True))
+        ]
+        for k in kept
+    ]  # fmt: skip
+    assert compare(*again) == compare(a, b)
+    assert compare(a, b).difference.value != 0

@@ -127,9 +127,13 @@ def test_a_training_run_is_shown_with_its_curves_and_coverage(root: Path, tmp_pa
         "vocab_coverage": {"all": 0.98, "language:ja": 0.61, "source:chat": 0.99},
     }  # fmt: skip
     (made / "final" / "provenance.json").write_text(json.dumps(provenance))
+    assert "| optimizer | adamw |" in as_markdown(run_card(tmp_path / "run")), "once the only one"
+    settings["optimizer"] = "muon"
+    (made / "final" / "provenance.json").write_text(json.dumps(provenance))
     text = as_markdown(run_card(tmp_path / "run"))
     for words in ("Drafter tuned: training", "| predicted_accept_len | 1.000 | 1.250 |",
-                  "| 20 | 3.250 |", "| language:ja | 61.0% |", "| 20 | 0.200 | 0.250 |"):  # fmt: skip
+                  "| 20 | 3.250 |", "| language:ja | 61.0% |",
+                  "| optimizer | muon |", "| 20 | 0.200 | 0.250 |"):  # fmt: skip
         assert words in text, words
     assert "Not finished" not in text
     assert text.index("language:ja") < text.index("source:chat")
