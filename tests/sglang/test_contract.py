@@ -127,7 +127,7 @@ def test_the_server_says_what_it_serves(target: Target, profile: Profile) -> Non
     assert len(info["internal_states"]) == 1
     # SGLang refuses prompts a little short of its context, and says so
     assert ("max_req_input_len" in info) is (info.get("engine") != EMBEDDED)
-    assert context_of(info, profile) <= info["context_length"]
+    assert context_of(info, profile) <= profile.context_length
     assert profile.serves(str(model["model_path"]))
 
 
