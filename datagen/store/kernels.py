@@ -10,6 +10,7 @@ file or in the user's cache (`$NUMBA_CACHE_DIR`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from datagen.errors import ConfigError
 
+log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
@@ -57,8 +59,8 @@ def compiled(returned: types.Type, *arguments: types.Type) -> Callable[[Function
             if not HOMELESS or numba.config.CACHE_DIR:
                 made = numba.njit(returned(*arguments), nogil=True, cache=True)(function)
                 return made
-        except Exception:  # noqa: BLE001, S110 - what is kept is damaged, another's, or cannot be kept
-            pass
+        except Exception as e:  # noqa: BLE001 - what is kept is damaged, another's, or cannot be kept
+            log.info("compiled anew, nothing is kept of %s: %s", function.__name__, e)
         made = numba.njit(returned(*arguments), nogil=True)(function)
         return made
 

@@ -55,7 +55,13 @@ def test_a_resolved_future_means_the_row_is_on_disk(tmp_path: Path) -> None:
     store.close()
 
 
-def test_rows_that_wait_together_share_one_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "n_bytes", "commits"),
+    [(40, 0, 1), pytest.param(6, MAX_BATCH_BYTES // 2, 3, id="large rows, a few at a time")],
+)
+def test_rows_that_wait_together_share_a_commit(
+    tmp_path: Path, rows: int, n_bytes: int, commits: int
+) -> None:
     store, committer = open_store(tmp_path), GroupCommitter()
     started, gate = threading.Event(), threading.Event()
 
@@ -65,34 +71,13 @@ def test_rows_that_wait_together_share_one_commit(tmp_path: Path) -> None:
 
     first = submit(committer, store, wait)
     started.wait(10)
-    waiting = [submit(committer, store, collecting(number)) for number in range(40)]
+    waiting = [submit(committer, store, collecting(n), n_bytes=n_bytes) for n in range(rows)]
     gate.set()
     for future in [first, *waiting]:
         future.result(timeout=10)
     committer.close()
     store.close()
-    assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == 1
-
-
-def test_large_rows_are_told_a_few_at_a_time(tmp_path: Path) -> None:
-    store, committer = open_store(tmp_path), GroupCommitter()
-    started, gate = threading.Event(), threading.Event()
-
-    def wait(_: PartitionStore) -> None:
-        started.set()
-        gate.wait(10)
-
-    first = submit(committer, store, wait)
-    started.wait(10)
-    waiting = [
-        submit(committer, store, collecting(n), n_bytes=MAX_BATCH_BYTES // 2) for n in range(6)
-    ]
-    gate.set()
-    for future in [first, *waiting]:
-        future.result(timeout=10)
-    committer.close()
-    store.close()
-    assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == 3
+    assert read_journal(PartitionLayout(tmp_path).journal)["opens_sync"].sum() == commits
 
 
 def test_many_threads_and_partitions_lose_nothing(tmp_path: Path) -> None:
