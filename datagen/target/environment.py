@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from datagen.target.launch import PROC
+from datagen.target.launch import PROC, process_environment
 
 RELEVANT = re.compile(
     r"^(SGLANG|SGL|NCCL|CUDA|CUBLAS|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|HIP|ROCR|OMP|MKL|KMP|"
@@ -30,11 +30,10 @@ def server_environment(url: str) -> dict[str, str] | None:
         return None
     for pid in _listeners(port):
         try:
-            raw = (PROC / str(pid) / "environ").read_bytes()
+            settings = process_environment(pid)
         except OSError:
             continue
-        pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0") if item)
-        found = {k: v for k, _, v in pairs if RELEVANT.search(k) and not is_secret(k)}
+        found = {k: v for k, v in settings.items() if RELEVANT.search(k) and not is_secret(k)}
         return dict(sorted(found.items()))
     return None
 

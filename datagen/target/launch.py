@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from datagen.target.profile import Profile
 Role = Literal["generate", "capture", "evaluate"]
 SCHEDULER = "sglang::scheduler"  # the title every scheduler process gives itself
 PROC = Path("/proc")
+EXEC_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +163,31 @@ def scheduler_pids(root: int) -> list[int]:
     return [p for p in descendants(root) if title(p).startswith(SCHEDULER.encode())]
 
 
+def process_environment(pid: int) -> dict[str, str]:
+    """What process `pid` was started with, by name. Raises OSError.
+
+    A process that is becoming another program reads as one without an environment, for as long as the
+    kernel loads that program: an empty one is read again for `EXEC_S`.
+    """
+    deadline = time.monotonic() + EXEC_S
+    while not (raw := (PROC / str(pid) / "environ").read_bytes()) and time.monotonic() < deadline:
+        time.sleep(EXEC_S / 100)
+    pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0") if item)
+    return {name: value for name, _, value in pairs}
+
+
 def missing_settings(pid: int, wanted: Mapping[str, str]) -> dict[str, str | None]:
     """The wanted settings that process `pid` was not started with, and what it has instead.
 
     Raises ConfigError when its environment cannot be read.
     """
     try:
-        raw = (PROC / str(pid) / "environ").read_bytes()
+        has = process_environment(pid)
     except OSError as e:
         raise ConfigError(
             f"the environment of process {pid} cannot be read: {e.strerror}",
             fix="run this as the user who runs the server, on its host",
         ) from e
-    pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0") if item)
-    has = {name: value for name, _, value in pairs}
     return {k: has.get(k) for k, v in wanted.items() if has.get(k) != v}
 
 

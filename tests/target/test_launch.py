@@ -21,6 +21,7 @@ from datagen.target.launch import (
     Recipe,
     launch_recipe,
     missing_settings,
+    process_environment,
     require_environment,
 )
 from datagen.target.profile import load_profile, profile_names
@@ -107,6 +108,20 @@ def test_settings_that_did_not_arrive_are_named() -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_a_process_that_is_still_starting_has_its_environment() -> None:
+    for _ in range(200):  # the kernel shows one in fifty without, just after it was started
+        with subprocess.Popen(["sleep", "60"], env={"DATAGEN_X": "1"}) as sleeper:
+            found = process_environment(sleeper.pid)
+            sleeper.kill()
+        assert found == {"DATAGEN_X": "1"}
+
+
+def test_a_process_without_an_environment_is_told_apart_from_one_that_starts() -> None:
+    with subprocess.Popen(["sleep", "60"], env={}) as sleeper:
+        assert process_environment(sleeper.pid) == {}
+        sleeper.kill()
 
 
 def test_a_scheduler_that_lost_the_environment_is_found_among_the_servers_children() -> None:
