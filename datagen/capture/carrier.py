@@ -1,13 +1,10 @@
-"""Writes small captures in processes of their own. Standard library alone.
+"""Hands small captures to processes that write them. Standard library alone.
 
 Threads that write files take the interpreter's lock some five times a file, and each time the engine's
 scheduler waits for it. At SmolLM2's width, 530 captures a second, that cost a quarter of the prefill
 on an H200, while the writing itself would have fit ten times. So small captures are gathered for a moment
-and leave in one write to a pipe; a process at its other end makes the files.
-
-A message: two little-endian u32, the lengths of the head and of the body; the head, a JSON list with one
-object a capture (see `_message`); the body, for each capture its rows and its ids. It is answered with the
-bytes of rows that are published or have failed, a little-endian u64; while it takes long, in several.
+and copied, all of them in one call, into memory that this process shares with another one; a short message
+in a pipe says what lies there, and the other process makes the files (see carried.py).
 
 A process that has captures and answers nothing for HUNG_S is taken for dead, as one that ended: it is
 killed, an error note is left for each capture that it had, whose client asks again, and what follows is
@@ -16,69 +13,42 @@ written without it.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
-import json
 import logging
 import os
-import signal
-import struct
+import select
 import subprocess
 import sys
 import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from datagen.capture.spool import leave_note, write_all, write_spool
+from datagen.capture.carried import ANSWER, Job, message, parts_of, write_job
+from datagen.capture.spool import leave_note, write_all
 
 log = logging.getLogger(__name__)
-GATHER_S = 0.03
+GATHER_S = 0.05
 PROCESSES = 2  # one writes and sums 0.9 GB/s
-PIPE_BYTES = 1 << 20
-MESSAGE_BYTES = 64 << 20
+SLOTS = 3  # of a process: one is read, one waits, one is filled
+MESSAGE_BYTES = 64 << 20  # of rows; a slot keeps the memory of the largest it had
 HUNG_S = 20.0  # less than a client waits for its file
 KILLED_S = 5.0
-TELL_EVERY_S = 1.0
-SIZES, ANSWER = struct.Struct("<II"), struct.Struct("<Q")
-
-
-@dataclass(slots=True)
-class Job:
-    """One capture to be published at `path`; the rest is what `write_spool` takes."""
-
-    path: str
-    pieces: list[memoryview]
-    n_tokens: int
-    width: int
-    dtype: str
-    input_ids: bytes
-    metadata: dict[str, str]
-    n_bytes: int
-    """Of rows; `done` is told them."""
-
-
-def write_job(job: Job) -> None:
-    """Publish `job` here and now; a failure is left as a note beside the path."""
-    try:
-        write_spool(
-            job.path, rows=job.pieces, n_tokens=job.n_tokens, width=job.width, dtype=job.dtype,
-            input_ids=job.input_ids, metadata=job.metadata,
-        )  # fmt: skip
-    except (OSError, ValueError) as e:
-        log.error("cannot write capture %s: %s", job.path, e)
-        leave_note(job.path, repr(e))
 
 
 @dataclass(slots=True)
 class _Process:
     child: subprocess.Popen[bytes]
-    under_way: deque[tuple[str, int]]
-    """Path and bytes of what it was sent and has not answered."""
+    slots: list[int]
+    """Descriptors of the memory that it shares."""
+    free: list[int]
+    """Which of them may be filled."""
+    under_way: deque[tuple[str, int, int | None]]
+    """Path and bytes of what it was sent and has not answered; of a message's last, the slot."""
     mark: object = None
     """How far it was when it was last looked at, at `moved_at`."""
     moved_at: float = 0.0
@@ -96,8 +66,12 @@ class Carrier:
         self._done, self._hung_s = done, hung_s
         self._jobs: deque[Job] = deque()
         self._idle, self._wake, self._closing = False, threading.Event(), False
-        self._processes = [_Process(_started(), deque()) for _ in range(processes)]
+        self._processes = [_started() for _ in range(processes)]
         self._turn, self._ear = itertools.cycle(range(processes)), itertools.cycle(range(processes))
+        self._answers = select.poll()
+        for process in self._processes:
+            assert process.child.stdout is not None
+            self._answers.register(process.child.stdout, select.POLLIN)
         self.alive = True
         """False once a process has died or hung: what is put then is written by the carrier's own thread."""
         self._thread = threading.Thread(target=self._run, name="spool-carrier", daemon=True)
@@ -147,18 +121,43 @@ class Carrier:
         return jobs
 
     def _send(self, jobs: list[Job]) -> None:
-        process = self._processes[next(self._turn)]
-        if self.alive:
-            process.under_way.extend((job.path, job.n_bytes) for job in jobs)
-            assert process.child.stdin is not None
-            try:
-                write_all(process.child.stdin.fileno(), _message(jobs))
-            except OSError as e:
-                self._give_up(process.fault or repr(e))
+        process = self._ready()
+        if process is not None and self._handed_over(process, jobs):
             return
         for job in jobs:
             write_job(job)
             self._done(job.n_bytes)
+
+    def _ready(self) -> _Process | None:
+        """The next process with a free slot, which is waited for; None when they are gone."""
+        while self.alive:
+            for _ in self._processes:
+                process = self._processes[next(self._turn)]
+                if process.free:
+                    return process
+            self._answers.poll()
+            for process in self._processes:
+                if self.alive:
+                    self._hear(process)
+        return None
+
+    def _handed_over(self, process: _Process, jobs: list[Job]) -> bool:
+        """Whether `process` was told, alive or not; False when no memory is left to share."""
+        slot, last = process.free.pop(), len(jobs) - 1
+        try:
+            write_all(process.slots[slot], parts_of(jobs), 0)
+        except OSError as e:
+            self._give_up(f"no memory to share with it: {e}")
+            return False
+        process.under_way.extend(
+            (job.path, job.n_bytes, slot if i == last else None) for i, job in enumerate(jobs)
+        )
+        assert process.child.stdin is not None
+        try:
+            write_all(process.child.stdin.fileno(), [message(jobs, slot)])
+        except OSError as e:
+            self._give_up(process.fault or repr(e))
+        return True
 
     def _hear(self, process: _Process) -> None:
         assert process.child.stdout is not None
@@ -173,7 +172,10 @@ class Carrier:
         for (n_bytes,) in ANSWER.iter_unpack(heard):
             left = n_bytes
             while left > 0:
-                left -= process.under_way.popleft()[1]
+                _, size, slot = process.under_way.popleft()
+                left -= size
+                if slot is not None:
+                    process.free.append(slot)
             self._done(n_bytes)
 
     def _give_up(self, why: str) -> None:
@@ -182,7 +184,7 @@ class Carrier:
         self.alive = False
         for process in self._processes:
             self._end(process)  # a sound one publishes what it has
-            for path, n_bytes in process.under_way:
+            for path, n_bytes, _ in process.under_way:
                 if not os.path.exists(path):
                     leave_note(path, f"the process that writes small captures is gone: {why}")
                 self._done(n_bytes)
@@ -199,6 +201,8 @@ class Carrier:
         except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
             log.error("process %d does not end", child.pid)
         child.stdout.close()
+        while process.slots:
+            os.close(process.slots.pop())
 
     def _watch(self) -> None:
         """Kill a process that hangs: the carrier's thread, which may wait for its pipe, sees its end."""
@@ -229,75 +233,12 @@ def _filled_bytes(pipe: IO[bytes] | None) -> bytes:
         return b""
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _started() -> _Process:
+    slots = [os.memfd_create("datagen-capture") for _ in range(SLOTS)]
     child = subprocess.Popen(
-        [sys.executable, "-m", "datagen.capture.carrier"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        [sys.executable, "-m", "datagen.capture.carried", *map(str, slots)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=slots,
     )  # fmt: skip
-    assert child.stdin is not None
     assert child.stdout is not None
-    with contextlib.suppress(OSError):  # a smaller pipe is slower, no more
-        fcntl.fcntl(child.stdin.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.set_blocking(child.stdout.fileno(), False)
-    return child
-
-
-def _message(jobs: Sequence[Job]) -> list[bytes | memoryview]:
-    head = json.dumps(
-        [
-            [j.path, j.n_tokens, j.width, j.dtype, j.metadata, j.n_bytes, len(j.input_ids)]
-            for j in jobs
-        ]
-    ).encode()
-    body = sum(j.n_bytes + len(j.input_ids) for j in jobs)
-    parts: list[bytes | memoryview] = [SIZES.pack(len(head), body), head]
-    for job in jobs:
-        parts += [*job.pieces, job.input_ids]
-    return parts
-
-
-# -- the process at the other end -----------------------------------------------------------------------
-
-
-def _filled(fd: int, view: memoryview) -> bool:
-    """Fill `view` from `fd`; False when it ends before."""
-    at = 0
-    while at < len(view):
-        read = os.readv(fd, [view[at:]])
-        if not read:
-            return False
-        at += read
-    return True
-
-
-def serve(source: int, answers: int) -> None:
-    """Publish what arrives at `source` until it ends; a message that ends in its middle is dropped."""
-    sizes, buffer = bytearray(SIZES.size), bytearray()
-    while _filled(source, memoryview(sizes)):
-        n_head, n_body = SIZES.unpack(sizes)
-        head = bytearray(n_head)
-        if len(buffer) < n_body:
-            buffer = bytearray(n_body)
-        body = memoryview(buffer)[:n_body]
-        if not (_filled(source, memoryview(head)) and _filled(source, body)):
-            return
-        at = done = 0
-        told_at = time.monotonic()
-        for path, n_tokens, width, dtype, metadata, n_rows, n_ids in json.loads(head):
-            rows, ids = body[at : at + n_rows], body[at + n_rows : at + n_rows + n_ids]
-            write_job(Job(path, [rows], n_tokens, width, dtype, bytes(ids), metadata, n_rows))
-            at, done = at + n_rows + n_ids, done + n_rows
-            if time.monotonic() - told_at > TELL_EVERY_S:
-                os.write(answers, ANSWER.pack(done))
-                done, told_at = 0, time.monotonic()
-        os.write(answers, ANSWER.pack(done))
-
-
-def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's end is the end of the pipe
-    logging.basicConfig(format="datagen capture: %(message)s")
-    serve(0, 1)
-
-
-if __name__ == "__main__":
-    _main()
+    return _Process(child, slots, list(range(SLOTS)), deque())

@@ -133,11 +133,16 @@ def write_spool(
     return 8 + len(header) + tail + 4
 
 
-def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError."""
+def write_all(fd: int, parts: Sequence[bytes | memoryview], at: int | None = None) -> None:
+    """Write `parts` one after the other, in one call where the system lets it be one. Raises OSError.
+
+    `at`: the offset of the first; without it they follow what was written before.
+    """
     left = [memoryview(p) for p in parts if len(p)]
     while left:
-        written = os.writev(fd, left[:MAX_PARTS])
+        some = left[:MAX_PARTS]
+        written = os.writev(fd, some) if at is None else os.pwritev(fd, some, at)
+        at = None if at is None else at + written
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:

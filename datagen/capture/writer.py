@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datagen.capture.carrier import Carrier, Job, write_job
+from datagen.capture.carried import Job, write_job
+from datagen.capture.carrier import Carrier
 from datagen.capture.spool import (
     ITEM_BYTES,
     PROTOCOL,
@@ -29,7 +30,9 @@ from datagen.capture.spool import (
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
-CARRIED_BYTES = 4 * MIB  # above, files are few enough for threads, and a pipe would be too slow
+CARRIED_BYTES = (
+    4 * MIB
+)  # above, files are few enough for threads, and the memory to share too large
 ROOM_KNOWN_S = 0.05  # how long what a file system said of its room is believed
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from datagen.capture.carrier import ANSWER, Carrier, Job, _message, serve
-from datagen.capture.spool import read_spool, spool_path
+from datagen.capture.carried import ANSWER, Job, message, parts_of, serve
+from datagen.capture.carrier import SLOTS, Carrier
+from datagen.capture.spool import read_spool, spool_path, write_all
 from datagen.capture.writer import Limits, RowFormat, SpoolWriter
 
 FORMAT = RowFormat((1, 3), 4, "post", "BF16", "test 1")
@@ -33,6 +34,13 @@ def job(path: Path, n: int, seed: int = 0) -> Job:
     )  # fmt: skip
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class Told:
     """What a carrier says is done."""
 
@@ -43,10 +51,7 @@ class Told:
         self.n_bytes += n_bytes
 
     def wait_for(self, n_bytes: int) -> None:
-        deadline = time.monotonic() + 30
-        while self.n_bytes < n_bytes:
-            assert time.monotonic() < deadline, f"{self.n_bytes} of {n_bytes}"
-            time.sleep(0.005)
+        wait_until(lambda: self.n_bytes >= n_bytes)
         assert self.n_bytes == n_bytes
 
 
@@ -101,10 +106,7 @@ def test_when_a_process_dies_what_it_had_is_noted_and_what_follows_is_written(
         os.kill(child.pid, signal.SIGSTOP)  # takes, and does not answer
     lost = tmp_path / "lost.safetensors"
     carrier.put(job(lost, 4))
-    deadline = time.monotonic() + 30
-    while not any(p.under_way for p in carrier._processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: any(p.under_way for p in carrier._processes))
     for child in children:
         os.kill(child.pid, signal.SIGKILL)
     told.wait_for(4 * FORMAT.row_bytes)
@@ -127,18 +129,69 @@ def test_closing_publishes_what_is_queued_and_ends_the_processes(
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
 
 
-def test_a_message_that_ends_in_its_middle_leaves_no_file(tmp_path: Path) -> None:
-    whole = b"".join(bytes(p) for p in _message([job(tmp_path / "a.safetensors", 3)]))
-    cut = b"".join(bytes(p) for p in _message([job(tmp_path / "b.safetensors", 3)]))[:-1]
+@pytest.fixture
+def slot() -> Iterator[int]:
+    fd = os.memfd_create("slot")
+    yield fd
+    os.close(fd)
+
+
+def served(said: bytes, slot: int) -> list[int]:
+    """What is answered to `said`, then an end."""
     source, out = os.pipe()
     heard, answers = os.pipe()
-    os.write(out, whole + cut)
+    os.write(out, said)
     os.close(out)
-    serve(source, answers)
+    serve(source, answers, [slot])
+    os.close(answers)
+    told = [n for (n,) in ANSWER.iter_unpack(os.read(heard, 1000))]
+    os.close(source)
+    os.close(heard)
+    return told
+
+
+def test_a_message_that_ends_in_its_middle_leaves_no_file(tmp_path: Path, slot: int) -> None:
+    whole, cut = [job(tmp_path / "a.safetensors", 3)], [job(tmp_path / "b.safetensors", 3)]
+    write_all(slot, parts_of(whole), 0)
+    assert served(message(whole, 0) + message(cut, 0)[:-1], slot) == [3 * FORMAT.row_bytes]
     assert os.listdir(tmp_path) == ["a.safetensors"]
-    assert os.read(heard, 100) == (3 * FORMAT.row_bytes).to_bytes(8, "little")
-    for fd in (source, heard, answers):
-        os.close(fd)
+
+
+def test_more_is_handed_over_than_fits_in_the_shared_memory(told: Told, tmp_path: Path) -> None:
+    """A process that holds all its slots is waited for; each is filled again, with more and with less."""
+    carrier = Carrier(told, processes=1)
+    process = carrier._processes[0]
+    jobs = [job(tmp_path / f"{i}.safetensors", 1 + 7 * i % 30, i) for i in range(4 * SLOTS)]
+    try:
+        warm_up(carrier, told, tmp_path)
+        os.kill(process.child.pid, signal.SIGSTOP)
+        for each in jobs:
+            carrier.put(each)
+            while process.free and carrier._jobs:
+                time.sleep(0.005)
+        wait_until(lambda: not process.free)
+        assert len(process.under_way) < len(jobs)
+        assert told.n_bytes == FORMAT.row_bytes
+        os.kill(process.child.pid, signal.SIGCONT)
+        told.wait_for(FORMAT.row_bytes + sum(j.n_bytes for j in jobs))
+        assert carrier.alive
+    finally:
+        carrier.close()
+    for each in jobs:
+        assert bytes(read_spool(Path(each.path)).rows) == b"".join(each.pieces)
+
+
+def test_without_memory_to_share_captures_are_written_here(told: Told, tmp_path: Path) -> None:
+    carrier = Carrier(told, processes=1)
+    try:
+        warm_up(carrier, told, tmp_path)
+        carrier._processes[0].slots[carrier._processes[0].free[-1]] = os.open(tmp_path, os.O_RDONLY)
+        carrier.put(job(tmp_path / "a.safetensors", 3))
+        told.wait_for(4 * FORMAT.row_bytes)
+        assert not carrier.alive
+        assert read_spool(tmp_path / "a.safetensors").n_tokens == 3
+    finally:
+        carrier.close()
 
 
 def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: Path) -> None:
@@ -146,10 +199,7 @@ def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: 
     for rid, n in (("small", 4), ("large", 60)):
         writer.hold(n * FORMAT.row_bytes)
         writer.publish(rid, [rows(n)], n, bytes(4 * n), FORMAT)
-    deadline = time.monotonic() + 30
-    while writer.pending_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: not writer.pending_bytes)
     for rid, n in (("small", 4), ("large", 60)):
         assert bytes(read_spool(spool_path(writer.directory, rid)).rows) == bytes(rows(n))
     writer.close()
@@ -166,7 +216,7 @@ def warm_up(carrier: Carrier, told: Told, folder: Path) -> None:
 def test_a_process_that_hangs_is_ended_and_what_it_had_is_noted(
     told: Told, tmp_path: Path, n: int
 ) -> None:
-    """With a small capture, which its pipe takes, and with one on which the write itself would hang."""
+    """With a small capture and with one of megabytes."""
     carrier = Carrier(told, hung_s=2.0)
     hung, sound = carrier._processes
     try:
@@ -206,16 +256,10 @@ def test_a_process_that_is_slow_but_answers_does_not_hang(told: Told, tmp_path: 
 
 
 def test_a_message_that_takes_long_is_answered_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("datagen.capture.carrier.TELL_EVERY_S", 0.0)
-    source, out = os.pipe()
-    heard, answers = os.pipe()
-    parts = _message([job(tmp_path / f"{i}.safetensors", 1 + i) for i in range(3)])
-    os.write(out, b"".join(bytes(p) for p in parts))
-    os.close(out)
-    serve(source, answers)
-    told = [n for (n,) in ANSWER.iter_unpack(os.read(heard, 100))]
+    monkeypatch.setattr("datagen.capture.carried.TELL_EVERY_S", 0.0)
+    jobs = [job(tmp_path / f"{i}.safetensors", 1 + i) for i in range(3)]
+    write_all(slot, parts_of(jobs), 0)
+    told = served(message(jobs, 0), slot)
     assert [n for n in told if n] == [FORMAT.row_bytes * n for n in (1, 2, 3)]
-    for fd in (source, heard, answers):
-        os.close(fd)
