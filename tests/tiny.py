@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from datagen.acceptance import ports
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 64, 6, 4, 2, 128, 512, 1024
 BOUNDARIES = (1, 3, 4)
@@ -181,10 +182,11 @@ def tiny_mix(prompts: int, heldout: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port for a server that is started later: no client's connection and no other worker gets it."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    mine = range(ports.LOWEST + number, ports.first_ephemeral(), workers)
+    return ports.free_port(random.sample(mine, len(mine)))
 
 
 class TargetProcess:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from datagen.acceptance.servers import free_port, last_words, launched
+from datagen.acceptance.servers import last_words, launched
 from datagen.acceptance.stopping import never, run_until
 from datagen.errors import Interrupted, MeasurementError
+from tests.tiny import free_port
 
 HEALTHY = """
 import http.server, sys
