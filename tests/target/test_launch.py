@@ -118,10 +118,16 @@ def test_a_process_that_is_still_starting_has_its_environment() -> None:
         assert found == {"DATAGEN_X": "1"}
 
 
-def test_a_process_without_an_environment_is_told_apart_from_one_that_starts() -> None:
+def test_a_process_without_an_environment_is_told_apart_from_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
     with subprocess.Popen(["sleep", "60"], env={}) as sleeper:
+        process_environment(sleeper.pid)
+        monkeypatch.setattr("datagen.target.launch.time.sleep", pauses.append)
         assert process_environment(sleeper.pid) == {}
         sleeper.kill()
+    assert not pauses, "it is not read again"
 
 
 def test_a_scheduler_that_lost_the_environment_is_found_among_the_servers_children() -> None:
@@ -131,7 +137,7 @@ def test_a_scheduler_that_lost_the_environment_is_found_among_the_servers_childr
         ["bash", "-c", script], env={"PATH": os.environ["PATH"]}, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             with pytest.raises(ConfigError) as caught:
                 require_environment(server.pid, Recipe((), {"NCCL_X": "1"}, 2))
@@ -162,7 +168,7 @@ def test_launch_starts_the_server_proves_its_settings_and_ends_with_it(tmp_path:
                 assert json.load(answer)["capture_dir"] == str(spool)
         finally:
             launched.terminate()
-        assert launched.wait(30) == 0
+        assert launched.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
