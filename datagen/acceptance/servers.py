@@ -55,7 +55,14 @@ def _end_with_parent() -> Callable[[], None] | None:
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: nothing may be loaded between fork and exec
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before it was asked for
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask
 
 
 def _wait_healthy(
