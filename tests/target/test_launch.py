@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +117,30 @@ def test_a_process_that_is_still_starting_has_its_environment() -> None:
             found = process_environment(sleeper.pid)
             sleeper.kill()
         assert found == {"DATAGEN_X": "1"}
+
+
+def test_a_process_that_the_kernel_takes_long_to_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, process = 0.0, tmp_path / "7"
+
+    def shown(environment: str) -> None:
+        end = 4096 if environment else 0
+        process.joinpath("environ").write_text(environment)
+        process.joinpath("stat").write_text(f"7 (a b) R {' '.join(['0'] * 47)} {end} 0\n")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        shown("DATAGEN_X=1\0" if now > 3 else "")
+
+    process.mkdir()
+    shown("")
+    monkeypatch.setattr("datagen.target.launch.PROC", tmp_path)
+    monkeypatch.setattr(
+        "datagen.target.launch.time", SimpleNamespace(sleep=sleep, monotonic=lambda: now)
+    )
+    assert process_environment(7) == {"DATAGEN_X": "1"}
 
 
 def test_a_process_without_an_environment_is_told_apart_from_one_that_starts(
