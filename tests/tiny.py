@@ -74,7 +74,7 @@ CORPUS = [
 ]
 
 
-def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+def write_tiny_checkpoint(directory: Path, *, seed: int = 0, context: int = CONTEXT) -> Path:
     """Config, weights, tokenizer and template; a few hundred kilobytes."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
         "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": True, "eos_token_id": 2, "dtype": "bfloat16",
     }  # fmt: skip
@@ -221,24 +221,24 @@ class TargetProcess:
                 self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=self._environment,
             )  # fmt: skip
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the target ended: {self._log.read_text()[-2000:]}")
             try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+                urllib.request.urlopen(f"{self.url}/health", timeout=10).close()
             except OSError:
                 time.sleep(0.05)
             else:
                 return
-        raise RuntimeError("the target did not start in 90 s")
+        raise RuntimeError("the target did not start in 180 s")
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """End it; returns the exit status."""
         assert self._process is not None
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
-        return self._process.wait(30)
+        return self._process.wait(60)
 
 
 @contextmanager

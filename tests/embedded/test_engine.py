@@ -38,7 +38,7 @@ LONG = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama", context=8192)
 
 
 def random_ids(n: int, seed: int) -> list[int]:
@@ -105,6 +105,9 @@ def answer_all(engine: Engine, requests: list[Request]) -> dict[str, Request]:
     return {r.rid: r for r in (done.get(timeout=60) for _ in requests)}
 
 
+ENDLESS = 7000  # tokens: seconds of work, and eight of them and one fit the engine's cache
+
+
 def request(rid: str, ids: list[int], **params: object) -> Request:
     sampling = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 24, **params})  # type: ignore[arg-type]
     return Request(rid, ids, sampling, False, False, 0.0)
@@ -138,7 +141,7 @@ def test_a_stop_token_ends_an_answer_and_is_part_of_it(engine: Engine) -> None:
 
 def test_an_aborted_request_comes_back_and_the_others_go_on(engine: Engine) -> None:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    endless = request("endless", random_ids(4, 1), max_new_tokens=900, ignore_eos=True)
+    endless = request("endless", random_ids(4, 1), max_new_tokens=ENDLESS, ignore_eos=True)
     engine.submit(endless, done.put)
     engine.submit(request("short", random_ids(4, 2)), done.put)
     assert done.get(timeout=60).rid == "short"
