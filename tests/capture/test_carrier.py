@@ -43,7 +43,7 @@ class Told:
         self.n_bytes += n_bytes
 
     def wait_for(self, n_bytes: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.n_bytes < n_bytes:
             assert time.monotonic() < deadline, f"{self.n_bytes} of {n_bytes}"
             time.sleep(0.005)
@@ -101,7 +101,7 @@ def test_when_a_process_dies_what_it_had_is_noted_and_what_follows_is_written(
         os.kill(child.pid, signal.SIGSTOP)  # takes, and does not answer
     lost = tmp_path / "lost.safetensors"
     carrier.put(job(lost, 4))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not any(p.under_way for p in carrier._processes):
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -146,7 +146,7 @@ def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: 
     for rid, n in (("small", 4), ("large", 60)):
         writer.hold(n * FORMAT.row_bytes)
         writer.publish(rid, [rows(n)], n, bytes(4 * n), FORMAT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while writer.pending_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.005)
