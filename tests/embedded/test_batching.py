@@ -88,7 +88,7 @@ def test_running_requests_go_on_while_a_long_prompt_is_read(engine: Engine) -> N
 
     engine.model.prefill = counted  # type: ignore[assignment, method-assign]
     engine.submit(request("long", random_ids(LONG, 2), max_new_tokens=1), done.put)
-    assert done.get(timeout=60).rid == "long"
+    assert done.get(timeout=120).rid == "long"
     first, second = counts
     assert second == first + 1
 
@@ -99,8 +99,8 @@ def test_captures_pass_requests_that_wait_for_a_place(engine: Engine) -> None:
         endless = request(f"endless{i}", random_ids(4, i), max_new_tokens=ENDLESS, ignore_eos=True)
         engine.submit(endless, done.put)
     engine.submit(capture("capture", random_ids(5, 1)), done.put)
-    assert done.get(timeout=60).rid == "capture"
+    assert done.get(timeout=120).rid == "capture"
     assert engine.load == (engine.max_running, 1)
     engine.abort("")
-    rest = [done.get(timeout=60).finish for _ in range(engine.max_running + 1)]
+    rest = [done.get(timeout=120).finish for _ in range(engine.max_running + 1)]
     assert {f["type"] for f in rest if f is not None} == {"abort"}

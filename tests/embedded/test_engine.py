@@ -102,7 +102,7 @@ def answer_all(engine: Engine, requests: list[Request]) -> dict[str, Request]:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
     for request in requests:
         engine.submit(request, done.put)
-    return {r.rid: r for r in (done.get(timeout=60) for _ in requests)}
+    return {r.rid: r for r in (done.get(timeout=120) for _ in requests)}
 
 
 ENDLESS = 7000  # tokens: seconds of work, and eight of them and one fit the engine's cache
@@ -144,9 +144,9 @@ def test_an_aborted_request_comes_back_and_the_others_go_on(engine: Engine) -> N
     endless = request("endless", random_ids(4, 1), max_new_tokens=ENDLESS, ignore_eos=True)
     engine.submit(endless, done.put)
     engine.submit(request("short", random_ids(4, 2)), done.put)
-    assert done.get(timeout=60).rid == "short"
+    assert done.get(timeout=120).rid == "short"
     engine.abort("endless")
-    aborted = done.get(timeout=60)
+    aborted = done.get(timeout=120)
     assert aborted.finish is not None
     assert (aborted.rid, aborted.finish["type"]) == ("endless", "abort")
 

@@ -204,13 +204,15 @@ def test_spool_gc_removes_what_is_old_and_says_so(tmp_path: Path) -> None:
         path.write_bytes(b"123")
         os.utime(path, (time.time() - age, time.time() - age))
     command = [sys.executable, "-m", "datagen.cli", "spool", "gc", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    )
     assert done.stdout == "removed 1 files, 3 bytes\n"
     assert not old.exists()
     assert fresh.exists()
     absent = subprocess.run(
         [*command[:-1], str(tmp_path / "none")],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert absent.returncode == 1
     assert absent.stderr.startswith("datagen: error: the spool cannot be swept: No such file")
