@@ -245,7 +245,10 @@ def test_orders_with_one_teller_are_told_together_and_batches_keep_their_distanc
     store, committer = open_store(tmp_path), GroupCommitter()
     told: list[list[Order]] = []
     began = time.monotonic()
-    for number in range(200):
+    committer.put(Order(store, partial(reject, number=0), told.append))
+    while not told:  # a first batch, however late the writer's thread is
+        time.sleep(0.001)
+    for number in range(1, 200):
         committer.put(Order(store, partial(reject, number=number), told.append))
         time.sleep(0.001)
     committer.close()
