@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from datagen.errors import MeasurementError
+
 LOWEST = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 DEFAULT_EPHEMERAL = 32_768
@@ -18,7 +20,7 @@ def free_port(ports: Iterable[int] | None = None) -> int:
 
     By default in random order those below the kernel's ephemeral ones. A server takes seconds to start,
     and meanwhile any client's connection, of this host or of the measurement itself, may be given an
-    ephemeral port. Raises OSError when none is free.
+    ephemeral port. Raises MeasurementError when none is free.
     """
     if ports is None:
         last = first_ephemeral()
@@ -27,7 +29,7 @@ def free_port(ports: Iterable[int] | None = None) -> int:
         if port not in _given and _is_free(port):
             _given.add(port)
             return port
-    raise OSError("no port is free")
+    raise MeasurementError("no port is free on this host", fix="stop what holds them")
 
 
 def _is_free(port: int) -> bool:
