@@ -155,9 +155,9 @@ def stop(service: Service) -> int | None:
     """Stop `service` and its children: TERM, then KILL after the grace period. Its pid if it ran."""
     pid = holder(service.pid_file)
     if pid is not None:
-        os.kill(pid, signal.SIGTERM)
+        _signal(os.kill, pid, signal.SIGTERM)
         if not _within(STOP_S, lambda: holder(service.pid_file) != pid):
-            os.kill(pid, signal.SIGKILL)
+            _signal(os.kill, pid, signal.SIGKILL)
             _within(STOP_S, lambda: holder(service.pid_file) != pid)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)  # ours only where one process starts and stops it
@@ -171,11 +171,15 @@ def stop(service: Service) -> int | None:
 
 def _end_group(leader: int) -> None:
     """End what a dead leader left: a flow that cannot reach its Prefect server waits for ever."""
+    _signal(os.killpg, leader, signal.SIGTERM)
+    if not _within(ORPHANS_STOP_S, lambda: _group_ended(leader)):
+        _signal(os.killpg, leader, signal.SIGKILL)
 
-    if not _group_ended(leader):
-        os.killpg(leader, signal.SIGTERM)
-        if not _within(ORPHANS_STOP_S, lambda: _group_ended(leader)):
-            os.killpg(leader, signal.SIGKILL)
+
+def _signal(send: Callable[[int, int], None], number: int, what: int) -> None:
+    """To one that may end by itself just now."""
+    with contextlib.suppress(ProcessLookupError):
+        send(number, what)
 
 
 def _group_ended(leader: int) -> bool:

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 pytest_plugins = ["tests.skips", "tests.scopes"]
 
 # Before anything imports prefect, which reads its settings once.
@@ -17,3 +19,7 @@ os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import datagen.store.kernels  # noqa: E402, F401 - compiled before anything is timed
+
+# A busy machine is no failure: neither an example that took long nor one that was long in the making.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")

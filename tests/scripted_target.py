@@ -22,7 +22,7 @@ import orjson
 from aiohttp import web
 
 from datagen.capture.spool import PROTOCOL, spool_path, write_spool
-from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN, free_port
+from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN
 
 WIDTH = (len(BOUNDARIES) + 1) * HIDDEN
 
@@ -116,10 +116,9 @@ async def scripted(spool: Path, spoil: str = "") -> AsyncIterator[str]:
     """One in this process's loop; yields its address."""
     runner = web.AppRunner(app(spool, spoil), access_log=None)
     await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 

@@ -22,7 +22,7 @@ def run_pytest(folder: Path, allowed: str, *, ci: bool) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", "."],
         cwd=folder, env=env | ({"CI": "1"} if ci else {}), capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=120, check=False,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from datagen.acceptance import ports
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, CONTEXT = 64, 6, 4, 2, 128, 512, 1024
 BOUNDARIES = (1, 3, 4)
@@ -73,7 +74,7 @@ CORPUS = [
 ]
 
 
-def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+def write_tiny_checkpoint(directory: Path, *, seed: int = 0, context: int = CONTEXT) -> Path:
     """Config, weights, tokenizer and template; a few hundred kilobytes."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -102,7 +103,7 @@ def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
         "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": True, "eos_token_id": 2, "dtype": "bfloat16",
     }  # fmt: skip
@@ -181,10 +182,11 @@ def tiny_mix(prompts: int, heldout: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port for a server that is started later: no client's connection and no other worker gets it."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    mine = range(ports.LOWEST + number, ports.first_ephemeral(), workers)
+    return ports.free_port(random.sample(mine, len(mine)))
 
 
 class TargetProcess:
@@ -219,24 +221,24 @@ class TargetProcess:
                 self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=self._environment,
             )  # fmt: skip
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the target ended: {self._log.read_text()[-2000:]}")
             try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+                urllib.request.urlopen(f"{self.url}/health", timeout=10).close()
             except OSError:
                 time.sleep(0.05)
             else:
                 return
-        raise RuntimeError("the target did not start in 90 s")
+        raise RuntimeError("the target did not start in 180 s")
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """End it; returns the exit status."""
         assert self._process is not None
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
-        return self._process.wait(30)
+        return self._process.wait(60)
 
 
 @contextmanager

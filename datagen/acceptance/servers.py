@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -56,14 +55,14 @@ def _end_with_parent() -> Callable[[], None] | None:
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: nothing may be loaded between fork and exec
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.getpid()
 
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before it was asked for
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return ask
 
 
 def _wait_healthy(

@@ -6,8 +6,10 @@ Preflight, which must find them, never reads the variable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +33,18 @@ FAULTS = (
 )  # fmt: skip
 VARIANTS = ("tools_as_typescript",)
 """Right, but otherwise than a client would guess."""
+STANDS_STILL = "stands_still:"
+"""Right while preflight looks and for so many captures, and then no row is answered: `stands_still:15`."""
 
 
 class Parts:
     """The classes that a server is built of, one of them replaced by a wrong one."""
 
     def __init__(self, fault: str) -> None:
-        """`fault`: one of FAULTS or VARIANTS, or empty. Raises ConfigError."""
-        known = (*FAULTS, *VARIANTS)
-        if fault and fault not in known:
+        """`fault`: one of FAULTS or VARIANTS, STANDS_STILL and a number, or empty. Raises ConfigError."""
+        known = (*FAULTS, *VARIANTS, STANDS_STILL)
+        still = fault.startswith(STANDS_STILL) and fault.removeprefix(STANDS_STILL).isdecimal()
+        if fault and fault not in known[:-1] and not still:
             raise ConfigError(f"unknown fault '{fault}'", where=VARIABLE, fix=", ".join(known))
         self.fault = fault
         models = {"wrong_norm": BeforeNorm, "boundary_shift": OneLayerOn}
@@ -54,7 +59,9 @@ class Parts:
         self.model: type[Llama] = models.get(fault, Llama)
         self.spool: type[SpoolWriter] = spools.get(fault, SpoolWriter)
         self.engine: type[Engine] = LastChunkOnly if fault == "chunk_lost_rows" else Engine
-        self.server: type[Server] = servers.get(fault, Server)
+        self.server: Callable[..., Server] = servers.get(fault, Server)
+        if still:
+            self.server = partial(StandsStill, int(fault.removeprefix(STANDS_STILL)))
         self.limits = replace(LIMITS, min_free_bytes=1 << 62) if fault == "disk_full" else LIMITS
 
     def said(self, info: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +180,21 @@ class AlwaysThinking(Server):
 
     def _tokenized(self, body: Any) -> dict[str, Any]:
         return super()._tokenized(_without(body, "chat_template_kwargs"))
+
+
+class StandsStill(Server):
+    """A scheduler that hangs: /health is fine, and rows are taken and not answered."""
+
+    def __init__(self, captures: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._captures_left = captures
+
+    async def _run(self, requests: list[Request]) -> list[Request]:
+        if not requests[0].rid.startswith("preflight"):
+            if not self._captures_left:
+                await asyncio.Event().wait()
+            self._captures_left -= requests[0].capture
+        return await super()._run(requests)
 
 
 class InTypescript(Server):

@@ -147,6 +147,9 @@ async def _listen(engine: Engine, server: Server, host: str, port: int) -> None:
         server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=STOP_TIMEOUT_S
     )
     await runner.setup()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever sees it serve may also end it
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as e:
@@ -156,9 +159,6 @@ async def _listen(engine: Engine, server: Server, host: str, port: int) -> None:
             fix="stop what holds the port, or choose another with --port",
         ) from e
     print(f"serving on http://{host}:{port}", flush=True)
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     await ended.wait()
     await asyncio.to_thread(engine.stop)
     await runner.cleanup()

@@ -14,7 +14,8 @@ from datagen.acceptance.breakeven import MOST_STEPS, break_even, within_chain
 from datagen.acceptance.grid import Grid, ServerSpec, Setting
 from datagen.acceptance.live import BASELINE, SPECULATIVE, LiveReport, Speed, Visit, live_report
 from datagen.acceptance.metrics import Interval
-from datagen.acceptance.servers import free_port, launched
+from datagen.acceptance.ports import free_port
+from datagen.acceptance.servers import launched
 from datagen.acceptance.sitting import Sitting
 from datagen.acceptance.stopping import Stop, never, run_until
 from datagen.acceptance.verdict import Verdict, judged

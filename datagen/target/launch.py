@@ -21,7 +21,7 @@ from datagen.target.profile import Profile
 Role = Literal["generate", "capture", "evaluate"]
 SCHEDULER = "sglang::scheduler"  # the title every scheduler process gives itself
 PROC = Path("/proc")
-EXEC_S = 0.5
+EXEC_S = 10.0  # a busy machine may leave a process that starts standing for seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,23 @@ def process_environment(pid: int) -> dict[str, str]:
     """What process `pid` was started with, by name. Raises OSError.
 
     A process that is becoming another program reads as one without an environment, for as long as the
-    kernel loads that program: an empty one is read again for `EXEC_S`.
+    kernel loads that program: what was empty then is read again, for `EXEC_S` at most.
     """
     deadline = time.monotonic() + EXEC_S
-    while not (raw := (PROC / str(pid) / "environ").read_bytes()) and time.monotonic() < deadline:
-        time.sleep(EXEC_S / 100)
+    while True:
+        loading = _is_loading(pid)
+        raw = (PROC / str(pid) / "environ").read_bytes()
+        if raw or not loading or time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
     pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0") if item)
     return {name: value for name, _, value in pairs}
+
+
+def _is_loading(pid: int) -> bool:
+    """Whether the kernel has yet to say where the environment of `pid` ends."""
+    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return fields[48] == "0"  # env_end, the 51st field of proc(5)
 
 
 def missing_settings(pid: int, wanted: Mapping[str, str]) -> dict[str, str | None]:

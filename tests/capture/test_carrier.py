@@ -206,7 +206,7 @@ def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: 
 
 
 def warm_up(carrier: Carrier, told: Told, folder: Path) -> None:
-    """Every process has started: each has written one row."""
+    """Every process has started, which takes a busy machine seconds: each has written one row."""
     for number in range(1, len(carrier._processes) + 1):
         carrier.put(job(folder / f"warm-{number}.safetensors", 1))
         told.wait_for(number * FORMAT.row_bytes)
@@ -217,10 +217,11 @@ def test_a_process_that_hangs_is_ended_and_what_it_had_is_noted(
     told: Told, tmp_path: Path, n: int
 ) -> None:
     """With a small capture and with one of megabytes."""
-    carrier = Carrier(told, hung_s=2.0)
+    carrier = Carrier(told, hung_s=10.0)
     hung, sound = carrier._processes
     try:
         warm_up(carrier, told, tmp_path)
+        carrier._hung_s = 2.0
         os.kill(hung.child.pid, signal.SIGSTOP)
         held, other = job(tmp_path / "held.safetensors", n), job(tmp_path / "o.safetensors", 3)
         carrier.put(held)
@@ -237,22 +238,26 @@ def test_a_process_that_hangs_is_ended_and_what_it_had_is_noted(
 
 
 def test_a_process_that_is_slow_but_answers_does_not_hang(told: Told, tmp_path: Path) -> None:
-    carrier = Carrier(told, processes=1, hung_s=2.0)
+    carrier = Carrier(told, processes=1, hung_s=10.0)
     child = carrier._processes[0].child
-    jobs = [job(tmp_path / f"{i}.safetensors", 3) for i in range(5)]
+    jobs = [job(tmp_path / f"{i}.safetensors", 3) for i in range(6)]
+    stopped_s = 0.0
     try:
         warm_up(carrier, told, tmp_path)
-        for each in jobs:
+        carrier._hung_s = 3.0
+        for number, each in enumerate(jobs, 1):
+            began = time.monotonic()
             os.kill(child.pid, signal.SIGSTOP)
             carrier.put(each)
             time.sleep(0.6)
             os.kill(child.pid, signal.SIGCONT)
-            time.sleep(0.2)
-        told.wait_for(FORMAT.row_bytes + sum(j.n_bytes for j in jobs))
+            stopped_s += time.monotonic() - began
+            told.wait_for((1 + 3 * number) * FORMAT.row_bytes)
+        assert stopped_s > carrier._hung_s
         assert carrier.alive
     finally:
         carrier.close()
-    assert len(list(tmp_path.glob("*.safetensors"))) == 5 + 1
+    assert len(list(tmp_path.glob("*.safetensors"))) == 6 + 1
 
 
 def test_a_message_that_takes_long_is_answered_in_parts(

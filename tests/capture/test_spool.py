@@ -30,7 +30,7 @@ spool.write_spool(sys.argv[1], rows=[memoryview(rows)[:128], memoryview(rows)[12
 def test_an_engine_without_isal_writes_the_same_file(tmp_path: Path, environment: str) -> None:
     path = tmp_path / "a.safetensors"
     Path(f"{path}.rows").write_bytes(ROWS.tobytes())
-    subprocess.run([sys.executable, "-c", WRITE, str(path), environment], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITE, str(path), environment], check=True, timeout=120)
     spooled = read_spool(path)
     assert spooled.rows == ROWS.tobytes()
     assert spooled.crc32 == zlib.crc32(ROWS.tobytes())

@@ -51,7 +51,7 @@ class Bench:
         ]  # fmt: skip
 
     def collect(
-        self, run: str, *more: str, timeout: float = 120
+        self, run: str, *more: str, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(run, *more), capture_output=True, text=True, timeout=timeout,
@@ -77,7 +77,7 @@ class Bench:
 
     def verify(self, run: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*CLI, "verify", str(self.folder / run)], capture_output=True, text=True, timeout=120,
+            [*CLI, "verify", str(self.folder / run)], capture_output=True, text=True, timeout=300,
             check=False,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +18,18 @@ from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest
 from tests.collect.harness import Bench, responses, rows_done, state_ids
-from tests.tiny import TargetProcess, serving, write_tiny_checkpoint
+from tests.target.faulty import faulty
+from tests.tiny import free_port, serving, write_tiny_checkpoint
 
 PROMPTS = 30
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TargetProcess, Path]]:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("collect")
     checkpoint = write_tiny_checkpoint(folder / "tiny-llama")
     with serving(str(checkpoint), folder) as process:
-        yield process, folder
-
-
-@pytest.fixture(scope="module")
-def bench(target: tuple[TargetProcess, Path]) -> Bench:
-    process, folder = target
-    return Bench.make(folder, process.url, prompts=PROMPTS)
+        yield Bench.make(folder, process.url, prompts=PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -82,23 +78,29 @@ def test_a_finished_run_asks_the_server_nothing(bench: Bench, undisturbed: Path)
     assert {p: p.stat().st_mtime_ns for p in undisturbed.rglob("*.arrow")} == before
 
 
+def wait_for_rows(process: subprocess.Popen[Any], root: Path, rows: int) -> None:
+    deadline = time.monotonic() + 120
+    while rows_done(root) < rows:
+        assert process.poll() is None, f"it ended before row {rows}"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("done_before_kill", [1, 15])
 def test_resume_after_kill_keeps_every_row_once(
-    bench: Bench, undisturbed: Path, done_before_kill: int
+    bench: Bench, undisturbed: Path, tmp_path: Path, done_before_kill: int
 ) -> None:
     run = f"killed-{done_before_kill}"
     root = bench.folder / run
-    process = bench.start(run)
-    while rows_done(root) < done_before_kill:
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.005)
-    process.kill()
-    process.wait(30)
-    kept = rows_done(root)
+    with faulty(bench.checkpoint, tmp_path, f"stands_still:{done_before_kill}") as url:
+        process = bench.start(run, "--endpoints", url)
+        wait_for_rows(process, root, done_before_kill)
+        process.kill()
+        process.wait(60)
+    assert rows_done(root) == done_before_kill
     assert not RunLayout(root).manifest.exists()
     resumed = bench.collect(run)
     assert resumed.returncode == 0, resumed.stderr
-    assert kept >= done_before_kill
     assert dict(responses(root)) == dict(responses(undisturbed))
     assert sorted(state_ids(root)) == sorted(state_ids(undisturbed))
     assert bench.verify(run).returncode == 0
@@ -108,22 +110,22 @@ def test_resume_after_kill_keeps_every_row_once(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_the_target_may_be_killed_and_started_again(
-    bench: Bench, undisturbed: Path, target: tuple[TargetProcess, Path], seed: int
+    bench: Bench, undisturbed: Path, tmp_path: Path, seed: int
 ) -> None:
+    """With rows at it, which it has stopped to answer at some row between the first and the last."""
     run = f"target-killed-{seed}"
     root = bench.folder / run
     planned = len(list(state_ids(undisturbed)))
     drawn = random.Random(f"target{seed}").randint(1, planned * 2 // 3)
-    process = bench.start(run)
-    while (done := rows_done(root)) < drawn:
-        assert process.poll() is None, "the run ended before the target could be killed"
-        time.sleep(0.005)
-    target[0].kill()
-    print(f"killed the target (seed {seed}) at row {done} of {planned}, drawn {drawn}")
-    assert done < planned, "the kill falls between the first row and the last"
+    checkpoint, port = str(bench.checkpoint), free_port()
+    with serving(checkpoint, tmp_path, port=port, fault=f"stands_still:{drawn}") as target:
+        process = bench.start(run, "--endpoints", target.url)
+        wait_for_rows(process, root, drawn)
+        target.kill()
+    print(f"killed the target (seed {seed}) at row {rows_done(root)} of {planned}")
     time.sleep(0.5)
-    target[0].start()
-    assert process.wait(120) == 0
+    with serving(checkpoint, tmp_path, port=port):
+        assert process.wait(120) == 0
     assert dict(responses(root)) == dict(responses(undisturbed))
     assert sorted(state_ids(root)) == sorted(state_ids(undisturbed))
     assert bench.verify(run).returncode == 0
@@ -131,13 +133,14 @@ def test_the_target_may_be_killed_and_started_again(
 
 def test_an_interrupt_drains_and_the_same_command_goes_on(bench: Bench, undisturbed: Path) -> None:
     root = bench.folder / "interrupted"
+    one_by_one = ("--concurrency", "1", "--max-concurrency", "1")  # far from its end at row 3
     process = subprocess.Popen(
-        bench.command("interrupted"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
-    while rows_done(root) < 3:
-        time.sleep(0.005)
+        bench.command("interrupted", *one_by_one),
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    wait_for_rows(process, root, 3)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert "run the same command again" in said
     assert bench.verify("interrupted").returncode == 0

@@ -54,10 +54,10 @@ async def test_what_is_given_up_before_its_batch_is_not_carried_out_and_frees_it
 
     def wait(_: PartitionStore) -> None:
         started.set()
-        gate.wait(10)
+        gate.wait(60)
 
     first = asyncio.create_task(commits.run(store, wait))
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait, 60)
     given_up = asyncio.create_task(commits.run(store, partial(collect, number=0)))
     later = asyncio.create_task(commits.run(store, partial(collect, number=1)))
     await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ async def test_what_is_given_up_before_its_batch_is_not_carried_out_and_frees_it
     with pytest.raises(asyncio.CancelledError):
         await given_up
     gate.set()
-    await asyncio.wait_for(asyncio.gather(first, later), 10)
+    await asyncio.wait_for(asyncio.gather(first, later), 60)
     assert store.outcome(prompt_id(0), 0) is Outcome.PENDING
     assert store.outcome(prompt_id(1), 0) is Outcome.COLLECTED
 
@@ -96,8 +96,8 @@ async def test_of_several_writers_a_store_keeps_to_one_and_does_not_wait_for_ano
     assert [len(set(threads)) for threads in of] == [1] * 4
     assert {threads[0] for threads in of[:2]} == {threads[0] for threads in of[2:]}
     assert of[0][0] != of[1][0]
-    held = asyncio.create_task(commits.run(stores[0], lambda _: gate.wait(10)))
-    await asyncio.wait_for(commits.run(stores[1], partial(collect, number=0)), 10)
+    held = asyncio.create_task(commits.run(stores[0], lambda _: gate.wait(60)))
+    await asyncio.wait_for(commits.run(stores[1], partial(collect, number=0)), 60)
     assert journaled(tmp_path / "1") == 1
     assert not held.done()
     gate.set()
@@ -117,10 +117,10 @@ async def test_rows_that_wait_for_the_disk_make_it_crowded_until_they_are_durabl
 
     def slow(_: PartitionStore) -> None:
         syncing.set()
-        synced.wait(10)
+        synced.wait(60)
 
     rows = [asyncio.create_task(commits.run(store, slow))]
-    await asyncio.to_thread(syncing.wait, 10)
+    await asyncio.to_thread(syncing.wait, 60)
     rows += [asyncio.create_task(commits.run(store, partial(collect, number=n))) for n in range(2)]
     await asyncio.sleep(0)
     assert commits.crowded
@@ -128,5 +128,5 @@ async def test_rows_that_wait_for_the_disk_make_it_crowded_until_they_are_durabl
     await asyncio.sleep(0)
     given_up.cancel()
     synced.set()
-    await asyncio.wait_for(asyncio.gather(*rows), 10)
+    await asyncio.wait_for(asyncio.gather(*rows), 60)
     assert not commits.crowded

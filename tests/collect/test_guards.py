@@ -87,7 +87,7 @@ async def test_retry_asks_for_exactly_the_rejected_samples_again(tmp_path: Path)
     done = await asyncio.to_thread(
         subprocess.run,
         [*CLI, "retry", str(root), "--rejected", "states_not_finite"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     count = before.samples.rejected["states_not_finite"]

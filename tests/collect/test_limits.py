@@ -34,7 +34,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         assert server.stdout.readline() == b"serving\n"
         yield Bench.make(folder, f"http://127.0.0.1:{port}", prompts=10)
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 def resident_while_collecting(bench: Bench, prompts: int) -> list[int]:

@@ -61,7 +61,7 @@ async def test_a_server_replaced_by_another_model_gets_no_rows_of_the_run(tmp_pa
         return ""
 
     async with serving(port, tmp_path / "spool", "one") as asked:
-        under_way = asyncio.create_task(collected(2.5))
+        under_way = asyncio.create_task(collected(5))
         while not rows_done(root):
             assert not under_way.done(), under_way.result()
             await asyncio.sleep(0.02)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from datagen.drafter.curves import read_metrics
 from datagen.drafter.state import read_provenance
 from tests.drafter.run import tiny_target, write_run
-from tests.tiny import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +39,7 @@ def test_two_processes_train_as_one_with_twice_the_micro_batches(
     ]  # fmt: skip
     # What `accelerate launch --multi_gpu` starts; on CPUs alone its own launcher wants mpirun.
     launch = [
-        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+        "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
         "-m", "datagen.cli",
     ]  # fmt: skip
     alone = ["-m", "datagen.cli"]

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,20 @@ LEARNING: dict[str, Any] = {
     "max_steps": 40, "learning_rate": 1e-2, "ema": 0.0, "batch_tokens": 128, "accumulate": 1,
     "evaluate_every": 100, "checkpoint_every": 100, "log_every": 12,
 }  # fmt: skip
+
+
+DIES_IN_STEP_9 = """
+import os, signal
+from datagen.cli import main
+from datagen.drafter import train
+rate = train.learning_rate
+def rate_or_death(number, *rest):
+    if number == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate(number, *rest)
+train.learning_rate = rate_or_death
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +138,12 @@ def test_killed_without_warning_and_resumed_it_ends_bit_identical(
         if k != "manifest"
     ]
     manifest = str(bench / "run" / "manifest.json")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "datagen.cli", "finetune", manifest, *flags],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    killed = subprocess.run(
+        [sys.executable, "-c", DIES_IN_STEP_9, "finetune", manifest, *flags],
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not (out / "checkpoints" / "step-000005").exists() and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert [p.name for p in out.glob("checkpoints/*")] == ["step-000005"]
     outcome = train(bench, out)
     assert digest(outcome.final) == digest(undisturbed / "final")
 

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 from datagen.capture.spool import spool_path
-from tests.tiny import BOUNDARIES, CONTEXT, HIDDEN, serving, write_tiny_checkpoint
+from tests.tiny import BOUNDARIES, HIDDEN, serving, write_tiny_checkpoint
 
 IDS = [1, 40, 41, 42, 43, 44]
+CONTEXT = 4096
+ENDLESS = {"max_new_tokens": CONTEXT - 100, "ignore_eos": True}  # many times what a look takes
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("api")
-    with serving(str(write_tiny_checkpoint(folder / "tiny-llama")), folder) as process:
+    checkpoint = write_tiny_checkpoint(folder / "tiny-llama", context=CONTEXT)
+    with serving(str(checkpoint), folder) as process:
         yield process.url
 
 
@@ -83,19 +86,16 @@ def test_an_over_long_input_is_a_400_in_sglangs_words(url: str) -> None:
 
 def load(url: str) -> tuple[int, int]:
     """Requests running, requests queued."""
-    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
         (state,) = json.load(answer)["internal_states"]
     return state["num_running_reqs"], state["num_queue_reqs"]
 
 
 def wait_for_load(url: str, wanted: tuple[int, int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while load(url) != wanted:
         assert time.monotonic() < deadline, f"{load(url)} requests, not {wanted}"
         time.sleep(0.01)
-
-
-ENDLESS = {"max_new_tokens": 900, "ignore_eos": True}
 
 
 def test_a_request_id_in_flight_is_refused_and_can_be_aborted(url: str) -> None:
@@ -214,13 +214,13 @@ def test_a_capture_answers_with_its_spool_file_and_never_a_clients_path(url: str
 
 
 def test_the_servers_papers_name_model_and_limits(url: str) -> None:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
         info = json.load(answer)
     assert info["served_model_name"] == "tiny-llama"
     assert info["context_length"] == CONTEXT
     assert info["dtype"] == "float32"
     assert info["max_running_requests"] > 0
-    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=60) as answer:
         assert json.load(answer)["is_generation"] is True
 
 

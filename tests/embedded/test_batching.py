@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from datagen.embedded.engine import PIECE_TOKENS, Engine
 from datagen.embedded.model import Llama
 from datagen.embedded.requests import Request
 from datagen.embedded.sampling import SamplingParams
-from tests.embedded.test_engine import answer_all, checkpoint, engine, random_ids, request
+from tests.embedded.test_engine import ENDLESS, answer_all, checkpoint, engine, random_ids, request
 from tests.tiny import BOUNDARIES
 
 __all__ = ["checkpoint", "engine"]  # fixtures
@@ -74,10 +75,10 @@ def test_long_prompts_captures_and_aborts_change_nobodys_tokens(engine: Engine) 
 
 def test_running_requests_go_on_while_a_long_prompt_is_read(engine: Engine) -> None:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    running = request("running", random_ids(4, 1), max_new_tokens=1000, ignore_eos=True)
+    running = request("running", random_ids(4, 1), max_new_tokens=ENDLESS, ignore_eos=True)
     engine.submit(running, done.put)
     while not running.output_ids:
-        pass
+        time.sleep(0.001)
     counts = []
     forward = engine.model.prefill
 
@@ -87,7 +88,7 @@ def test_running_requests_go_on_while_a_long_prompt_is_read(engine: Engine) -> N
 
     engine.model.prefill = counted  # type: ignore[assignment, method-assign]
     engine.submit(request("long", random_ids(LONG, 2), max_new_tokens=1), done.put)
-    assert done.get(timeout=60).rid == "long"
+    assert done.get(timeout=120).rid == "long"
     first, second = counts
     assert second == first + 1
 
@@ -95,11 +96,11 @@ def test_running_requests_go_on_while_a_long_prompt_is_read(engine: Engine) -> N
 def test_captures_pass_requests_that_wait_for_a_place(engine: Engine) -> None:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
     for i in range(engine.max_running + 1):
-        endless = request(f"endless{i}", random_ids(4, i), max_new_tokens=900, ignore_eos=True)
+        endless = request(f"endless{i}", random_ids(4, i), max_new_tokens=ENDLESS, ignore_eos=True)
         engine.submit(endless, done.put)
     engine.submit(capture("capture", random_ids(5, 1)), done.put)
-    assert done.get(timeout=60).rid == "capture"
+    assert done.get(timeout=120).rid == "capture"
     assert engine.load == (engine.max_running, 1)
     engine.abort("")
-    rest = [done.get(timeout=60).finish for _ in range(engine.max_running + 1)]
+    rest = [done.get(timeout=120).finish for _ in range(engine.max_running + 1)]
     assert {f["type"] for f in rest if f is not None} == {"abort"}

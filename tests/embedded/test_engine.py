@@ -38,7 +38,7 @@ LONG = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama", context=8192)
 
 
 def random_ids(n: int, seed: int) -> list[int]:
@@ -102,7 +102,10 @@ def answer_all(engine: Engine, requests: list[Request]) -> dict[str, Request]:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
     for request in requests:
         engine.submit(request, done.put)
-    return {r.rid: r for r in (done.get(timeout=60) for _ in requests)}
+    return {r.rid: r for r in (done.get(timeout=120) for _ in requests)}
+
+
+ENDLESS = 7000  # tokens: seconds of work, and eight of them and one fit the engine's cache
 
 
 def request(rid: str, ids: list[int], **params: object) -> Request:
@@ -138,12 +141,12 @@ def test_a_stop_token_ends_an_answer_and_is_part_of_it(engine: Engine) -> None:
 
 def test_an_aborted_request_comes_back_and_the_others_go_on(engine: Engine) -> None:
     done: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    endless = request("endless", random_ids(4, 1), max_new_tokens=900, ignore_eos=True)
+    endless = request("endless", random_ids(4, 1), max_new_tokens=ENDLESS, ignore_eos=True)
     engine.submit(endless, done.put)
     engine.submit(request("short", random_ids(4, 2)), done.put)
-    assert done.get(timeout=60).rid == "short"
+    assert done.get(timeout=120).rid == "short"
     engine.abort("endless")
-    aborted = done.get(timeout=60)
+    aborted = done.get(timeout=120)
     assert aborted.finish is not None
     assert (aborted.rid, aborted.finish["type"]) == ("endless", "abort")
 

@@ -86,14 +86,22 @@ async def test_every_row_is_answered_and_no_window_is_exceeded() -> None:
 
 
 async def test_a_slow_server_does_not_hold_back_a_fast_one() -> None:
+    others_done = asyncio.Event()
+
+    async def quick(call: int) -> str:
+        if call == 58:
+            others_done.set()
+        return await ok(call)
+
     async def slow(_: int) -> str:
-        await asyncio.sleep(0.2)
+        await others_done.wait()
         return "slow"
 
-    fast, tired = Scripted("fast", ok), Scripted("tired", slow)
+    fast, tired = Scripted("fast", quick), Scripted("tired", slow)
     async with dispatcher(fast, tired, window=WindowConfig(initial=2, maximum=2)) as d:
-        await asyncio.gather(*(d.run(row()) for _ in range(60)))
-    assert fast.calls > 50
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(d.run(row()) for _ in range(60)))
+    assert (fast.calls, tired.calls) == (58, 2)
 
 
 async def test_nothing_is_sent_while_rows_are_held_back() -> None:
@@ -103,24 +111,29 @@ async def test_nothing_is_sent_while_rows_are_held_back() -> None:
         await asyncio.sleep(2 * TICK_S)
         assert (server.calls, d.queued) == (0, 3)
         full = False
-        await asyncio.wait_for(asyncio.gather(*asked), 5)
+        await asyncio.wait_for(asyncio.gather(*asked), 60)
 
 
 async def test_a_server_is_not_given_up_while_nothing_may_be_sent_to_it() -> None:
     """What is full for a moment cannot show that it has room again."""
-    full = CapacityFailure("http_503", "full", retry_after_s=0.01)
-    server, held = Scripted("a", fails_first(1, full)), False
+    held = False
+
+    async def full_once(call: int) -> str:
+        nonlocal held
+        if call == 1:
+            held = True
+            raise CapacityFailure("http_503", "full", retry_after_s=0.01)
+        return "ok"
+
+    server = Scripted("a", full_once)
     specs = [ServerSpec(server)]  # type: ignore[arg-type]
     config = DispatchConfig(breaker=FAST, patience_s=3 * TICK_S)
     async with Dispatcher(specs, config, held=lambda: held) as d:
         asked = asyncio.create_task(d.run(row()))
-        await asyncio.sleep(0.005)
-        assert server.calls
-        held = True
         await asyncio.sleep(6 * TICK_S)
-        assert not asked.done()
+        assert (server.calls, asked.done()) == (1, False)
         held = False
-        assert (await asyncio.wait_for(asked, 5)).value == "ok"
+        assert (await asyncio.wait_for(asked, 60)).value == "ok"
 
 
 async def test_a_row_at_fault_is_tried_again_and_then_rejected_with_its_reason() -> None:
@@ -216,7 +229,7 @@ async def test_the_run_stops_when_no_server_has_lived_for_long_enough() -> None:
     server.alive = False
     async with dispatcher(server, patience_s=0.3) as d:
         with pytest.raises(EndpointDown, match="nothing collected is lost"):
-            await asyncio.wait_for(d.run(row()), 5)
+            await asyncio.wait_for(d.run(row()), 60)
 
 
 async def test_the_run_stops_when_nobody_is_left_to_capture_though_others_generate() -> None:
@@ -229,7 +242,7 @@ async def test_the_run_stops_when_nobody_is_left_to_capture_though_others_genera
         first = asyncio.create_task(d.run(capture))
         assert (await d.run(row())).value == "ok"
         with pytest.raises(EndpointDown, match=r"no server has answered.*refused \(dead\)"):
-            await asyncio.wait_for(first, 10)
+            await asyncio.wait_for(first, 60)
 
 
 async def test_captures_go_before_new_conversations() -> None:

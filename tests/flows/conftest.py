@@ -30,7 +30,7 @@ SLOW = {"max_new_tokens": 250, "concurrency": 4}  # slow enough to be met in the
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T], *, within_s: float = 60) -> T:
+def eventually(look: Callable[[], T], *, within_s: float = 180) -> T:
     """What `look` returns once it is true; fails after `within_s`."""
     deadline = time.monotonic() + within_s
     while not (seen := look()):
@@ -55,7 +55,7 @@ class Prefect:
         assert pid is not None, service.log.read_text()
         return pid
 
-    def command(self, *arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "prefect", *arguments],
             cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,

@@ -66,7 +66,7 @@ def test_each_partition_is_one_task_run_named_by_its_index(
         runs = prefect.task_runs(flow_run)
         return sorted((t["name"], t["state_type"]) for t in runs) == expected
 
-    eventually(recorded, within_s=20)
+    eventually(recorded)
 
 
 def test_a_flow_run_is_named_by_its_run_and_mix(
@@ -113,7 +113,9 @@ def test_a_written_manifest_is_an_event_that_names_it(prefect: Prefect, finished
         path = str(finished / "manifest.json")
         return [e for e in found if e["payload"]["manifest"] == path]
 
-    event = eventually(written, within_s=20)[0]
+    event = min(
+        eventually(written), key=lambda e: str(e["occurred"])
+    )  # later runs may say it again
     manifest = manifest_of(finished)
     assert manifest is not None
     assert event["payload"]["samples"] == manifest.samples.collected
@@ -194,11 +196,11 @@ def test_data_goes_on_while_the_prefect_server_is_dead(
     eventually(lambda: rows_done(run) > 0)
     os.kill(prefect.pid(prefect.server), signal.SIGKILL)
     assert manifest_of(run) is None, "killed in the middle"
-    manifest = eventually(lambda: manifest_of(run), within_s=120)
+    manifest = eventually(lambda: manifest_of(run), within_s=240)
     assert manifest.samples.collected == manifest.samples.planned
     prefect.up()
     assert bench.verify("server-killed").returncode == 0
-    eventually(lambda: prefect.latest(run)["state_type"] == "COMPLETED", within_s=120)
+    eventually(lambda: prefect.latest(run)["state_type"] == "COMPLETED", within_s=240)
 
     before = prefect.pid(prefect.flows)
     prefect.up()

@@ -63,7 +63,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def wait_until_gone(service: Service) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while holder(service.pid_file) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -132,7 +132,7 @@ def kill(service: Service) -> None:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -177,6 +177,29 @@ def test_down_ends_the_orphans_of_a_killed_service(parent: tuple[Service, int]) 
     service, child = parent
     kill(service)
     assert stop(service) is None
+    assert not is_alive(child)
+
+
+def test_children_that_end_by_themselves_just_then_are_no_fault(
+    parent: tuple[Service, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, child = parent
+    kill(service)
+
+    def seen_in_its_last_moment(leader: int) -> bool:
+        monkeypatch.undo()
+        os.kill(child, signal.SIGKILL)
+        eventually_dead(leader)
+        return False
+
+    def eventually_dead(leader: int) -> None:
+        deadline = time.monotonic() + 60
+        while not processes._group_ended(leader):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    monkeypatch.setattr(processes, "_group_ended", seen_in_its_last_moment)
+    stop(service)
     assert not is_alive(child)
 
 
@@ -230,7 +253,7 @@ def test_a_service_that_runs_for_another_port_is_not_taken_for_the_wanted_one(ma
 def test_down_without_anything_running_succeeds(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.services", "down", "--home", str(tmp_path / "none")],
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -238,7 +261,7 @@ def test_down_without_anything_running_succeeds(tmp_path: Path) -> None:
 def test_status_shows_what_is_down(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.services", "status", "--home", str(tmp_path)],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [
         ["server", "down"],
@@ -251,7 +274,7 @@ def test_serving_without_a_prefect_server_says_make_up(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.serve"],
         env={**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import settings
 
 from datagen.prompts.mix import Mix, load_mix
 from datagen.target.profile import Profile, load_profile
 from datagen.target.tokens import Conversation
 
 MakeMix = Callable[..., Mix]
-settings.register_profile("patient", deadline=None)  # a busy machine is no failure
-settings.load_profile("patient")
 
 
 class WordCounter:

@@ -32,7 +32,7 @@ def taken(target: Target, ids: Sequence[int]) -> tuple[SpoolFile, Any]:
     (note,) = answer["meta_info"]["datagen"]
     assert "error" not in note, note
     path = Path(note["path"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.01)

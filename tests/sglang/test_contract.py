@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import stat
 import time
+import urllib.request
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from datagen.capture.spool import PROTOCOL, discard, read_spool, spool_path
 from datagen.target.checks.renderings import TALKED
 from datagen.target.checks.subject import EMBEDDED
+from datagen.target.load import load_from_info
 from datagen.target.preflight import context_of
 from datagen.target.profile import Profile
 from tests.sglang.asking import capture, conversations, generate, post, renderer
@@ -26,11 +29,27 @@ LONG_ANSWER = {"max_new_tokens": 400, "ignore_eos": True}
 
 def published(note: dict[str, Any]) -> Path:
     path = Path(note["path"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.01)
     return path
+
+
+def wait_until_it_has(target: Target, requests: int, *, or_s: float) -> None:
+    """Return once the server says so; where only the embedded one tells, the others have `or_s`."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"{target.url}/server_info", timeout=60) as answer:
+            info = json.load(answer)
+        if info.get("engine") != EMBEDDED:
+            time.sleep(or_s)
+            return
+        load = load_from_info(info)
+        if load is not None and load.running + load.queued >= requests:
+            return
+        assert time.monotonic() < deadline, load
+        time.sleep(0.01)
 
 
 def test_output_ids_are_exact_and_hold_the_stop_token(target: Target) -> None:
@@ -83,7 +102,7 @@ def test_a_rid_in_flight_is_refused_and_can_be_aborted(target: Target) -> None:
     rid = uuid.uuid4().hex
     with ThreadPoolExecutor() as pool:
         first = pool.submit(generate, target.url, FRANCE, rid=rid, sampling_params=LONG_ANSWER)
-        time.sleep(1.0)
+        wait_until_it_has(target, 1, or_s=1.0)
         status, refused = generate(target.url, FRANCE, rid=rid)
         assert post(target.url, "/abort_request", {"rid": rid})[0] == 200
         ended = first.result(120)[1]
@@ -115,9 +134,9 @@ def test_the_server_says_what_it_serves(target: Target, profile: Profile) -> Non
     import json
     import urllib.request
 
-    with urllib.request.urlopen(f"{target.url}/server_info", timeout=30) as answer:
+    with urllib.request.urlopen(f"{target.url}/server_info", timeout=60) as answer:
         info = json.load(answer)
-    with urllib.request.urlopen(f"{target.url}/model_info", timeout=30) as answer:
+    with urllib.request.urlopen(f"{target.url}/model_info", timeout=60) as answer:
         model = json.load(answer)
     assert info["version"]
     assert info["dtype"] == "bfloat16"
@@ -221,7 +240,7 @@ def test_an_aborted_capture_leaves_nothing_behind(target: Target) -> None:
             pool.submit(capture, target.url, [*ids, *asked[-1] * 3], rid)
             for ids, rid in zip(asked, rids, strict=True)
         ]
-        time.sleep(0.3)
+        wait_until_it_has(target, 3, or_s=0.3)
         for rid in rids:
             post(target.url, "/abort_request", {"rid": rid})
         metas = [a.result(300)[1]["meta_info"] for a in answers]

@@ -50,7 +50,7 @@ for name in sys.argv[1:]:
     refused[name] = []
     for what in (read, verify):
         print(what.__name__, name, file=sys.stderr)
-        signal.alarm(20)
+        signal.alarm(90)
         try:
             what(Path(name))
         except DatagenError:
@@ -71,7 +71,7 @@ def refusals(roots: list[Path]) -> list[set[str]]:
     """Of each run, whether reading and verifying were refused, in a process with little memory and time."""
     done = subprocess.run(
         [sys.executable, "-c", READ, *map(str, roots)],
-        capture_output=True, text=True, check=False, timeout=200,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [set(found) for found in json.loads(done.stdout).values()]
@@ -241,7 +241,7 @@ def test_a_limit_of_the_system_is_no_damage_of_a_file(whole: Path, tmp_path: Pat
     root = Path(shutil.copytree(whole, tmp_path / "run"))
     done = subprocess.run(
         [sys.executable, "-c", FEW_FILES, str(root)],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert verify_run(root).ok

@@ -123,7 +123,7 @@ def test_writing_and_opening_hold_neither_the_rows_nor_the_file(tmp_path: Path) 
         one = planned(0, messages='"' + "x" * 20000 + '"')
         write_plan(path, [one], {{}})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        write_plan(path, (one for _ in range(15000)), {{}})
+        write_plan(path, (one for _ in range(25000)), {{}})
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         print(grown // 1024, path.stat().st_size // 2**20)
     """
@@ -131,8 +131,8 @@ def test_writing_and_opening_hold_neither_the_rows_nor_the_file(tmp_path: Path) 
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     grown_mib, file_mib = map(int, done.stdout.split())
-    assert file_mib > 250
-    # Two batches of 80 MB and the pages of the mapped file that the kernel cares to keep.
+    assert file_mib > 450
+    # Two batches of 80 MB and the pages of the mapped file that the kernel cares to keep: at most 1.51.
     assert grown_mib < file_mib * 1.9
 
 

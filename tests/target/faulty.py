@@ -34,11 +34,11 @@ def faulty(checkpoint: Path, folder: Path, fault: str) -> Iterator[str]:
         target=_serve, args=(str(checkpoint), port, folder / "spool", fault), daemon=True
     )
     process.start()
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 180
     try:
         while True:
             try:
-                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                urllib.request.urlopen(f"{url}/health", timeout=10).close()
                 break
             except OSError:
                 assert process.is_alive(), "the server ended"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -21,10 +20,8 @@ async def test_a_block_that_takes_too_long_is_ended_and_a_quick_one_is_not() -> 
             return "late"
         return "done"
 
-    began = time.monotonic()
-    said = await asyncio.gather(*(block(n % 2 * 30 + 0.05, 0.5) for n in range(100)))
+    said = await asyncio.gather(*(block(n % 2 * 300 + 0.05, 0.5) for n in range(100)))
     assert said == ["late", "done"] * 50
-    assert time.monotonic() - began < 5
 
 
 async def test_the_inner_of_two_limits_does_not_say_that_the_outer_is_over() -> None:
@@ -62,12 +59,13 @@ def test_a_limit_holds_in_a_later_event_loop_too() -> None:
 
     asyncio.run(block(30, 0))
     with pytest.raises(TimeoutError):
-        asyncio.run(block(0.05, 5))
+        asyncio.run(block(0.05, 60))
 
 
 async def test_no_timer_runs_while_no_block_is_open() -> None:
     deadlines = Deadlines()
     with deadlines.within(5):
         pass
-    await asyncio.sleep(0.3)
-    assert deadlines._timer is None
+    async with asyncio.timeout(60):
+        while deadlines._timer is not None:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,10 +119,40 @@ def test_a_process_that_is_still_starting_has_its_environment() -> None:
         assert found == {"DATAGEN_X": "1"}
 
 
-def test_a_process_without_an_environment_is_told_apart_from_one_that_starts() -> None:
+def test_a_process_that_the_kernel_takes_long_to_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, process = 0.0, tmp_path / "7"
+
+    def shown(environment: str) -> None:
+        end = 4096 if environment else 0
+        process.joinpath("environ").write_text(environment)
+        process.joinpath("stat").write_text(f"7 (a b) R {' '.join(['0'] * 47)} {end} 0\n")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        shown("DATAGEN_X=1\0" if now > 3 else "")
+
+    process.mkdir()
+    shown("")
+    monkeypatch.setattr("datagen.target.launch.PROC", tmp_path)
+    monkeypatch.setattr(
+        "datagen.target.launch.time", SimpleNamespace(sleep=sleep, monotonic=lambda: now)
+    )
+    assert process_environment(7) == {"DATAGEN_X": "1"}
+
+
+def test_a_process_without_an_environment_is_told_apart_from_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
     with subprocess.Popen(["sleep", "60"], env={}) as sleeper:
+        process_environment(sleeper.pid)
+        monkeypatch.setattr("datagen.target.launch.time.sleep", pauses.append)
         assert process_environment(sleeper.pid) == {}
         sleeper.kill()
+    assert not pauses, "it is not read again"
 
 
 def test_a_scheduler_that_lost_the_environment_is_found_among_the_servers_children() -> None:
@@ -131,7 +162,7 @@ def test_a_scheduler_that_lost_the_environment_is_found_among_the_servers_childr
         ["bash", "-c", script], env={"PATH": os.environ["PATH"]}, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             with pytest.raises(ConfigError) as caught:
                 require_environment(server.pid, Recipe((), {"NCCL_X": "1"}, 2))
@@ -162,7 +193,7 @@ def test_launch_starts_the_server_proves_its_settings_and_ends_with_it(tmp_path:
                 assert json.load(answer)["capture_dir"] == str(spool)
         finally:
             launched.terminate()
-        assert launched.wait(30) == 0
+        assert launched.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
@@ -173,13 +204,15 @@ def test_spool_gc_removes_what_is_old_and_says_so(tmp_path: Path) -> None:
         path.write_bytes(b"123")
         os.utime(path, (time.time() - age, time.time() - age))
     command = [sys.executable, "-m", "datagen.cli", "spool", "gc", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    )
     assert done.stdout == "removed 1 files, 3 bytes\n"
     assert not old.exists()
     assert fresh.exists()
     absent = subprocess.run(
         [*command[:-1], str(tmp_path / "none")],
-        capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
+        capture_output=True, text=True, check=False, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert absent.returncode == 1
     assert absent.stderr.startswith("datagen: error: the spool cannot be swept: No such file")
