@@ -141,7 +141,10 @@ async def collect_watched(config: CollectConfig, *, frozen: bool = False) -> Man
                 assert task is not None
                 task.cancel()
             else:
-                err.print("stopping: rows in flight finish first; once more to abort now")
+                err.print(
+                    f"stopping: rows in flight may finish for {config.drain_s:.0f} s; "
+                    "once more to abort now"
+                )
                 stopping.append(loop.create_task(job.stop()))
 
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -16,6 +16,7 @@ import numpy as np
 
 from datagen.collect.answers import fault
 from datagen.collect.context import Context
+from datagen.collect.endings import LastWord
 from datagen.collect.workshop import Workshop
 from datagen.fanout.endpoint import Endpoint
 from datagen.fanout.rows import Answered, Priority, Rejected, Role, Work
@@ -48,37 +49,41 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
     answers: list[Message] = []
     profile = shop.config.profile
     sticky: str | None = None
+    stop = LastWord()
     async with asyncio.TaskGroup() as captures:
-        for turn in range(prompt.n_turns):
-            outcome = store.outcome(prompt.prompt_id, turn)
-            if outcome is Outcome.REJECTED and not store.has_response(prompt.prompt_id, turn):
-                break  # its later turns were rejected with it
-            if outcome is Outcome.PENDING:
-                context = Context(
-                    context_messages(segments, answers, turn),
-                    tools,
-                    prompt.thinking,
-                    profile.thinking_kwarg,
+        with stop:
+            for turn in range(prompt.n_turns):
+                outcome = store.outcome(prompt.prompt_id, turn)
+                if outcome is Outcome.REJECTED and not store.has_response(prompt.prompt_id, turn):
+                    break  # its later turns were rejected with it
+                if outcome is Outcome.PENDING:
+                    context = Context(
+                        context_messages(segments, answers, turn),
+                        tools,
+                        prompt.thinking,
+                        profile.thinking_kwarg,
+                    )
+                    if shop.renderer is not None:
+                        context.render(shop.renderer)
+                    try:
+                        response = await _respond(shop, store, prompt, turn, context, sticky)
+                    except Rejected as e:
+                        await _reject(shop, store, prompt, turn, "generate", e)
+                        break
+                else:
+                    response = await shop.commit(
+                        store,
+                        partial(PartitionStore.response, prompt_id=prompt.prompt_id, turn=turn),
+                    )
+                answers.append(
+                    answer_message(
+                        response.text, reasoning_end=profile.reasoning_end, thinking=prompt.thinking
+                    )
                 )
-                if shop.renderer is not None:
-                    context.render(shop.renderer)
-                try:
-                    response = await _respond(shop, store, prompt, turn, context, sticky)
-                except Rejected as e:
-                    await _reject(shop, store, prompt, turn, "generate", e)
-                    break
-            else:
-                response = await shop.commit(
-                    store, partial(PartitionStore.response, prompt_id=prompt.prompt_id, turn=turn)
-                )
-            answers.append(
-                answer_message(
-                    response.text, reasoning_end=profile.reasoning_end, thinking=prompt.thinking
-                )
-            )
-            sticky = response.endpoint
-            if store.outcome(prompt.prompt_id, turn) is Outcome.RESPONDED:
-                captures.create_task(_capture(shop, store, prompt, response))
+                sticky = response.endpoint
+                if store.outcome(prompt.prompt_id, turn) is Outcome.RESPONDED:
+                    captures.create_task(stop.of(_capture(shop, store, prompt, response)))
+    stop.say()
     shop.progress.prompts_done += 1
 
 

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
-from datagen.errors import DatagenError
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any
+
+from datagen.errors import DatagenError, Interrupted
+
+
+class LastWord:
+    """Keeps a stop on request back until the tasks beside it have ended: their rows are at servers.
+
+    A task group would cancel them. `with last_word:` and `last_word.of(...)` take Interrupted; `say`
+    raises it. Any other error passes, and ends the group at once.
+    """
+
+    def __init__(self) -> None:
+        self.stopped: Interrupted | None = None
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Interrupted):
+            self.stopped = self.stopped or error
+        return isinstance(error, Interrupted)
+
+    async def of(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do `work`, whose stop waits."""
+        with self:
+            await work
+
+    def say(self) -> None:
+        """Raise the first stop that was kept back, if there was one."""
+        if self.stopped is not None:
+            raise self.stopped
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -13,7 +13,7 @@ from typing import Any
 from datagen.collect.budget import ByteBudget
 from datagen.collect.conversation import collect_prompt
 from datagen.collect.descriptors import ensure_descriptors
-from datagen.collect.endings import first_cause
+from datagen.collect.endings import LastWord, first_cause
 from datagen.collect.gate import PartitionGate
 from datagen.collect.identity import (
     complete_fingerprint,
@@ -228,11 +228,13 @@ class CollectJob:
             self.progress.restored(
                 collected=counts.collected, rejects=dict(counts.rejects), prompts_done=0
             )
+            stop = LastWord()
             async with asyncio.TaskGroup() as conversations:
                 self.gate.opened(len(prompts))
                 for prompt in prompts:
-                    task = conversations.create_task(collect_prompt(shop, store, prompt))
+                    task = conversations.create_task(stop.of(collect_prompt(shop, store, prompt)))
                     task.add_done_callback(self.gate.ended)
+            stop.say()
             summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -244,13 +246,17 @@ class CollectJob:
     async def collect_all(self) -> Manifest:
         """Every pending partition, then the manifest."""
         if not self.complete:
+            stop = LastWord()
             try:
                 async with asyncio.TaskGroup() as group:
                     for index in self.pending_partitions:
                         await self.gate.admit()
-                        group.create_task(self._collect_admitted(index))
+                        if stop.stopped:
+                            break
+                        group.create_task(stop.of(self._collect_admitted(index)))
             except BaseExceptionGroup as errors:
                 raise first_cause(errors) from None
+            stop.say()
         return await self.finish()
 
     async def _collect_admitted(self, index: int) -> None:
@@ -273,14 +279,15 @@ class CollectJob:
         return self.manifest
 
     async def stop(self) -> None:
-        """Send nothing more; rows at a server may finish within `drain_s`. Everything stays."""
+        """Send nothing more; rows at a server may finish within `drain_s`. What is stored stays."""
         shop = self._open_shop()
         shop.dispatcher.stop(
             Interrupted(
                 "stopped on request; everything finished is on disk",
                 where=self.layout.root,
                 fix="run the same command again to go on",
-            )
+            ),
+            drain_s=self.config.drain_s,
         )
 
     @property

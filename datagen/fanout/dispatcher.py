@@ -64,7 +64,7 @@ class Dispatcher:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self.stop(Interrupted("the run is closing"))
+        self.stop(Interrupted("the run is closing"), drain_s=0)
         tasks = [*self._flights, *self._background]
         for task in tasks:
             task.cancel()
@@ -117,11 +117,13 @@ class Dispatcher:
                 row.flight.cancel()  # the client aborts the request on the server
             raise
 
-    def stop(self, why: BaseException) -> None:
-        """Send nothing more: queued rows fail with `why`, rows at a server may still finish."""
+    def stop(self, why: BaseException, *, drain_s: float) -> None:
+        """Send nothing more: queued rows fail with `why`, and those at a server after `drain_s`."""
         self._stopped = self._stopped or why
         for row in self._queue.drain():
             _fail(row, self._stopped)
+        for flight in self._flights:  # no other will begin
+            asyncio.get_running_loop().call_later(drain_s, flight.cancel)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -314,10 +316,9 @@ class Dispatcher:
                 f"no server has answered for {waited_s:.0f} s; last: {worst.breaker.last_failure}",
                 where=", ".join(s.url for s in lost),
                 fix="start it again and repeat the command: nothing collected is lost",
-            )
+            ),
+            drain_s=0,
         )
-        for flight in self._flights:
-            flight.cancel()
 
     async def _probe(self, server: Server) -> None:
         try:

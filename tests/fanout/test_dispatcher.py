@@ -268,7 +268,7 @@ async def test_stopping_finishes_what_is_in_flight_and_fails_what_waits() -> Non
     async with dispatcher(server, window=WindowConfig(initial=1, maximum=1)) as d:
         rows = [asyncio.create_task(d.run(row())) for _ in range(3)]
         await asyncio.sleep(0)
-        d.stop(Interrupted("stopped"))
+        d.stop(Interrupted("stopped"), drain_s=60)
         done = await asyncio.gather(*rows, return_exceptions=True)
     assert sum(isinstance(x, Interrupted) for x in done) == 2
     assert server.calls == 1
