@@ -82,7 +82,7 @@ async def collect_prompt(shop: Workshop, store: PartitionStore, prompt: PlannedP
                 )
                 sticky = response.endpoint
                 if store.outcome(prompt.prompt_id, turn) is Outcome.RESPONDED:
-                    captures.create_task(stop.of(_capture(shop, store, prompt, response)))
+                    captures.create_task(stop.of(_capture, shop, store, prompt, response))
     stop.say()
     shop.progress.prompts_done += 1
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec
 
 from datagen.errors import DatagenError, Interrupted
+
+P = ParamSpec("P")
 
 
 class LastWord:
@@ -32,10 +34,12 @@ class LastWord:
             self.stopped = self.stopped or error
         return isinstance(error, Interrupted)
 
-    async def of(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do `work`, whose stop waits."""
+    async def of(
+        self, work: Callable[P, Coroutine[Any, Any, object]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Do `work(...)`, whose stop waits. A coroutine would be left over if this never began."""
         with self:
-            await work
+            await work(*args, **kwargs)
 
     def say(self) -> None:
         """Raise the first stop that was kept back, if there was one."""

@@ -232,7 +232,7 @@ class CollectJob:
             async with asyncio.TaskGroup() as conversations:
                 self.gate.opened(len(prompts))
                 for prompt in prompts:
-                    task = conversations.create_task(stop.of(collect_prompt(shop, store, prompt)))
+                    task = conversations.create_task(stop.of(collect_prompt, shop, store, prompt))
                     task.add_done_callback(self.gate.ended)
             stop.say()
             summary = await shop.commit(store, lambda s: s.seal(len(prompts)))
@@ -253,7 +253,7 @@ class CollectJob:
                         await self.gate.admit()
                         if stop.stopped:
                             break
-                        group.create_task(stop.of(self._collect_admitted(index)))
+                        group.create_task(stop.of(self._collect_admitted, index))
             except BaseExceptionGroup as errors:
                 raise first_cause(errors) from None
             stop.say()
