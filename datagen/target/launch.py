@@ -138,10 +138,9 @@ def descendants(root: int) -> list[int]:
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
-                stat = (entry / "stat").read_text()
+                parent = int(_stat(int(entry.name))[1])
             except OSError:
                 continue
-            parent = int(stat.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.name))
     found, waiting = [], [root]
     while waiting:
@@ -182,8 +181,12 @@ def process_environment(pid: int) -> dict[str, str]:
 
 def _is_loading(pid: int) -> bool:
     """Whether the kernel has yet to say where the environment of `pid` ends."""
-    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return fields[48] == "0"  # env_end, the 51st field of proc(5)
+    return _stat(pid)[48] == b"0"  # env_end, the 51st field of proc(5)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/<pid>/stat from the third on; the name before them may be any bytes."""
+    return (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def missing_settings(pid: int, wanted: Mapping[str, str]) -> dict[str, str | None]:

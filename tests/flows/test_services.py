@@ -120,13 +120,14 @@ def parent(make: Make) -> tuple[Service, int]:
     return service, int(service.log.read_text())
 
 
-def kill(service: Service) -> None:
+def kill(service: Service) -> int:
     pid = holder(service.pid_file)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_until_gone(service)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
+    return pid
 
 
 def is_alive(pid: int) -> bool:
@@ -183,24 +184,18 @@ def test_down_ends_the_orphans_of_a_killed_service(parent: tuple[Service, int]) 
 def test_children_that_end_by_themselves_just_then_are_no_fault(
     parent: tuple[Service, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before the first signal, and between the last look and the second."""
     service, child = parent
-    kill(service)
-
-    def seen_in_its_last_moment(leader: int) -> bool:
-        monkeypatch.undo()
-        os.kill(child, signal.SIGKILL)
-        eventually_dead(leader)
-        return False
-
-    def eventually_dead(leader: int) -> None:
-        deadline = time.monotonic() + 60
-        while not processes._group_ended(leader):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    monkeypatch.setattr(processes, "_group_ended", seen_in_its_last_moment)
+    leader = kill(service)
+    os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not processes._group_ended(leader):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr(processes, "ORPHANS_STOP_S", 0)
+    monkeypatch.setattr(processes, "_group_ended", lambda _: False)
     stop(service)
-    assert not is_alive(child)
+    assert not service.pid_file.exists()
 
 
 def test_a_service_that_ignores_term_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from datagen.errors import ConfigError
 from datagen.target.launch import (
     SCHEDULER,
     Recipe,
+    descendants,
     launch_recipe,
     missing_settings,
     process_environment,
@@ -141,6 +143,16 @@ def test_a_process_that_the_kernel_takes_long_to_start_is_waited_for(
         "datagen.target.launch.time", SimpleNamespace(sleep=sleep, monotonic=lambda: now)
     )
     assert process_environment(7) == {"DATAGEN_X": "1"}
+
+
+def test_a_process_may_have_any_bytes_as_its_name(tmp_path: Path) -> None:
+    """The kernel cuts names at 15 bytes, in the middle of a letter too."""
+    program = os.fsencode(tmp_path) + b"/caf\xc3"
+    os.symlink(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"], env={"DATAGEN_X": "1"}) as sleeper:
+        assert process_environment(sleeper.pid) == {"DATAGEN_X": "1"}
+        assert sleeper.pid in descendants(os.getpid())
+        sleeper.kill()
 
 
 def test_a_process_without_an_environment_is_told_apart_from_one_that_starts(
