@@ -1,4 +1,7 @@
-"""Ports for servers that are started later: none that the kernel may give to others until then."""
+"""Ports for servers that are started later: none that the kernel may give to others until then.
+
+Unless it gives out nearly all: where its range begins at 20,000 or below, a port may be one of it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The process that writes what a carrier hands over, and what the two say. Standard library alone.
 
 They share some blocks of memory, its slots (memfd, inherited). A message: two little-endian u32, the length
-of what follows and the slot; then a JSON list with one object a capture, whose rows and ids lie in the slot
+of what follows and the slot; then a JSON list with one list a capture, whose rows and ids lie in the slot
 one after the other. It is answered with the bytes of rows that are published or have failed, a
 little-endian u64; while it takes long, in several. Once all of it is answered its slot may be filled again.
 """

@@ -191,15 +191,23 @@ class Carrier:
             process.under_way.clear()
 
     def _end(self, process: _Process) -> None:
-        """Let it finish what it has, and wait for its end; one that hangs is ended meanwhile."""
+        """Let it finish what it has, and wait for its end; one that hangs is ended meanwhile.
+
+        One that has finished and does not see the end of its pipe, which a fork of this process may hold
+        open, is killed.
+        """
         child = process.child
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.close()
         try:
             child.wait(2 * self._hung_s + KILLED_S)
-        except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
-            log.error("process %d does not end", child.pid)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            try:
+                child.wait(KILLED_S)
+            except subprocess.TimeoutExpired:  # it waits for a device: nobody can end it
+                log.error("process %d does not end", child.pid)
         child.stdout.close()
         while process.slots:
             os.close(process.slots.pop())

@@ -30,9 +30,7 @@ from datagen.capture.spool import (
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
-CARRIED_BYTES = (
-    4 * MIB
-)  # above, files are few enough for threads, and the memory to share too large
+CARRIED_BYTES = 4 * MIB  # above, files are few enough for threads, and too much to copy once more
 ROOM_KNOWN_S = 0.05  # how long what a file system said of its room is believed
 
 
@@ -155,8 +153,10 @@ class SpoolWriter:
 
         `pieces`: consecutive row-major parts, not copied. `input_ids`: little-endian int32. What was
         held is released when the file is published or has failed. Raises SpoolBusy (nothing queued,
-        still held) when the file system has no room.
+        still held) when the file system has no room, SpoolError for a capture without tokens.
         """
+        if n_tokens < 1:
+            raise SpoolError(f"{rid}: a capture of {n_tokens} tokens")
         n_bytes = n_tokens * row_format.row_bytes
         self._require_room(n_bytes)
         path = f"{self.directory}/{spool_name(rid)}"

@@ -194,6 +194,23 @@ def test_without_memory_to_share_captures_are_written_here(told: Told, tmp_path:
         carrier.close()
 
 
+def test_a_process_whose_pipe_somebody_else_holds_open_is_ended_too(
+    told: Told, tmp_path: Path
+) -> None:
+    carrier = Carrier(told, processes=1, hung_s=10.0)
+    warm_up(carrier, told, tmp_path)
+    child = carrier._processes[0].child
+    assert child.stdin is not None
+    held = os.dup(child.stdin.fileno())  # as a fork of this process would
+    try:
+        carrier._hung_s = 0.1
+        carrier.close()
+    finally:
+        os.close(held)
+    assert child.returncode == -signal.SIGKILL
+    assert read_spool(tmp_path / "warm-1.safetensors").n_tokens == 1
+
+
 def test_a_writer_carries_small_captures_and_writes_large_ones_itself(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path / "spool", LIMITS)
     for rid, n in (("small", 4), ("large", 60)):

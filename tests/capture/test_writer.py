@@ -90,6 +90,15 @@ def test_rows_that_do_not_match_the_tokens_are_refused_and_given_back(
     assert (assembler.in_flight, writer.pending_bytes) == (0, 0)
 
 
+def test_a_capture_without_tokens_is_refused_and_given_back(
+    assembler: Assembler, writer: SpoolWriter
+) -> None:
+    with pytest.raises(SpoolError, match="a: a capture of 0 tokens"):
+        assembler.add("a", rows(0), generation=0, ended=True, input_ids=[])
+    assert (assembler.in_flight, writer.pending_bytes) == (0, 0)
+    assert not os.listdir(writer.directory)
+
+
 def test_a_restarted_prefill_forgets_the_rows_of_its_first_start(
     writer: SpoolWriter, assembler: Assembler
 ) -> None:
