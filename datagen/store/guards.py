@@ -21,7 +21,6 @@ from datagen.store.states import StatesSpec
 NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00}
 """By dtype: the smallest magnitude, as a bit pattern, that is infinite or NaN."""
 NORM_TOKENS = 32  # enough for a median, spread over the sample
-SMALLEST_SQUARES = 1e-24  # sums of squares below lose digits in float32
 
 LEARNT_FROM = 32  # samples accepted before norms are judged at all, and between two lessons
 REMEMBERED = 512  # samples whose norms are compared with
@@ -124,18 +123,17 @@ def _limit_of(spec: StatesSpec) -> int:
 
 def row_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
     """L2 norm of every row, [T, L], from bit patterns of `dtype` (BF16 or F16)."""
-    if dtype == "BF16":
-        values = (bits_TLH.astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = bits_TLH.view(np.float16).astype(np.float32)
-    # what is not finite is the caller's to name
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        squares = np.einsum("tlh,tlh->tl", values, values)
-        fits_float32 = np.isfinite(squares) & (squares >= SMALLEST_SQUARES)
-        if not fits_float32.all():
-            squares = np.einsum("tlh,tlh->tl", values, values, dtype=np.float64)
-        norms: NDArray[np.float64] = np.sqrt(squares, dtype=np.float64)
-        return norms
+    sums_TL = np.empty(bits_TLH.shape[:2])
+    with np.errstate(invalid="ignore"):  # what is not finite is the caller's to name
+        if dtype == "BF16":
+            from datagen.store import kernels
+
+            kernels.squares(np.ascontiguousarray(bits_TLH), sums_TL)
+        else:
+            values = bits_TLH.view(np.float16).astype(np.float32)
+            np.einsum("tlh,tlh->tl", values, values, out=sums_TL)
+        norms: NDArray[np.float64] = np.sqrt(sums_TL)
+    return norms
 
 
 def _median_norms(bits_TLH: NDArray[np.uint16], dtype: str) -> tuple[float, ...]:

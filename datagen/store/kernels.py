@@ -29,6 +29,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
 Places = NDArray[np.int64]
+Sums = NDArray[np.float64]
+LANES = 16  # sums that are kept apart, so that none waits for the one before it
 
 WORD, PLACE = types.uintp, types.int64
 BYTES_IN = types.Array(types.uint8, 2, "C", readonly=True)
@@ -38,6 +40,7 @@ FLAT_OUT = types.Array(types.uint8, 1, "C")
 BITS_IN = types.Array(types.uint16, 2, "C", readonly=True)
 BITS_OUT = types.Array(types.uint16, 2, "C")
 LAYERS_IN = types.Array(types.uint16, 3, "C", readonly=True)
+SUMS_OUT = types.Array(types.float64, 2, "C")
 PLACES_IN = types.Array(types.int64, 1, "C", readonly=True)
 PLACES_OUT = types.Array(types.int64, 1, "C")
 PIECES_IN = types.Array(types.int64, 2, "C", readonly=True)
@@ -206,3 +209,26 @@ def extremes(bits_TLH: Bits, highest_TL: Bits, lowest_TL: Bits) -> None:
                 low = bits if bits < low else low
             highest_TL[t, layer] = high
             lowest_TL[t, layer] = low
+
+
+@compiled(types.void, LAYERS_IN, SUMS_OUT)
+def squares(bits_TLH: Bits, sums_TL: Sums) -> None:
+    """The sum of the squares of every row of bf16."""
+    n, n_layers, hidden = bits_TLH.shape
+    whole = hidden - hidden % LANES
+    sums, words = np.empty(LANES, np.float64), np.empty(LANES, np.uint32)
+    values = words.view(np.float32)
+    for t in range(n):
+        for layer in range(n_layers):
+            row = bits_TLH[t, layer]
+            sums[:] = 0
+            for first in range(0, whole, LANES):
+                piece = row[first : first + LANES]
+                for i in range(LANES):
+                    words[i] = np.uint32(piece[i]) << np.uint32(16)
+                for i in range(LANES):
+                    sums[i] += np.float64(values[i]) * np.float64(values[i])
+            for c in range(whole, hidden):
+                words[0] = np.uint32(row[c]) << np.uint32(16)
+                sums[0] += np.float64(values[0]) * np.float64(values[0])
+            sums_TL[t, layer] = sums.sum()

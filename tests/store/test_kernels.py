@@ -70,6 +70,17 @@ def test_extremes_are_the_largest_and_the_smallest_magnitude(
     assert np.array_equal(low, (bits & 0x7FFF).min(axis=2))
 
 
+@settings(deadline=None)
+@given(shape=shapes, seed=st.integers(0, 1000))
+def test_squares_are_those_of_the_values(shape: tuple[int, int, int], seed: int) -> None:
+    bits = drawn(seed, *shape)
+    sums = np.empty(shape[:2])
+    kernels.squares(bits, sums)
+    with np.errstate(invalid="ignore"):  # NaN among them
+        values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        np.testing.assert_allclose(sums, np.square(values).sum(axis=2), rtol=1e-12)
+
+
 def test_another_layout_or_dtype_is_refused() -> None:
     high, low = np.empty((2, 4, 2), dtype=np.uint16)
     for bits in (drawn(0, 4, 2, 8)[:, :, ::2], drawn(0, 4, 2, 4).astype(np.int16)):
@@ -102,7 +113,7 @@ def test_other_threads_go_on_meanwhile() -> None:
 
 def test_no_loop_holds_the_interpreter() -> None:
     loops = [k for k in vars(kernels).values() if hasattr(k, "targetoptions")]
-    assert len(loops) == 5
+    assert len(loops) == 6
     assert all(loop.targetoptions["nogil"] for loop in loops)
 
 
