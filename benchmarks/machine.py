@@ -94,3 +94,14 @@ def synced_bytes_per_s(folder: Path, shard: int, files: int, every: int = 0) -> 
     rate = files * (shard // len(block)) * len(block) / (time.perf_counter() - start)
     shutil.rmtree(folder)
     return rate
+
+
+def mount_of(path: Path) -> str:
+    """Type and options of the file system that holds `path`, such as `tmpfs rw,huge=within_size`."""
+    lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [f for f in lines if path.resolve().is_relative_to(f[1])]
+    longest = max(len(f[1]) for f in inside)
+    _, _, kind, options, *_ = [f for f in inside if len(f[1]) == longest][
+        -1
+    ]  # the last hides others
+    return f"{kind} {options}"

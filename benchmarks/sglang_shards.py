@@ -46,6 +46,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import (  # noqa: E402
     busy,
     most_in,
+    mount_of,
     process_seconds,
     synced_bytes_per_s,
     thread_seconds,
@@ -323,6 +324,7 @@ def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int])
     for count in counts:
         memory.append(run(given, count, args.memory / base, args.seconds, args.rate))
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
+    about = {"memory_mount": mount_of(args.memory)}
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
     shard, files = args.shard_mib * MIB, best["processes"] * best["writers"]
 
@@ -334,13 +336,13 @@ def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int])
         }
 
     before = synced()
-    disk = run(given, best["processes"], args.disk / base, args.seconds / 2, args.rate)
+    disk = run(given, best["processes"], args.disk / base, args.seconds, args.rate)
     after = synced()
     for how in before:
         rate = statistics.mean((before[how], after[how]))
         disk[f"synced_bytes_per_s_{how}"] = rate
         disk[f"of_the_limit_{how}"] = disk["raw_bytes_per_s"] / (rate * disk["codec_ratio"])
-    return {"memory": memory, "disk": disk}
+    return {**about, "memory": memory, "disk": disk}
 
 
 if __name__ == "__main__":

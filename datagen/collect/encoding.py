@@ -7,8 +7,10 @@ captures from being asked for: the dispatcher feels it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from datagen.store.threads import usable_cpus
 MAX_THREADS, MAX_THREADS_WIDE = 8, 16  # more than a disk can follow
 QUEUED_PER_THREAD = 2  # encoded samples are as large as two thirds of the captured ones
 MAX_WRITERS, CPUS_PER_WRITER = 8, 2
+TURN_S = 0.0005
 
 
 class EncodePool:
@@ -49,3 +52,17 @@ def threads_for(*, wide: bool) -> int:
 def writers_for(*, wide: bool) -> int:
     """How many threads should write, each its own partitions: one sums and writes 1 GB/s."""
     return min(MAX_WRITERS, max(1, usable_cpus() // CPUS_PER_WRITER)) if wide else 1
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Threads that want the interpreter's lock get it within `TURN_S`, not the usual 5 ms.
+
+    Wide samples pass some thirty threads which need it for a moment each, between long stretches without.
+    """
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)

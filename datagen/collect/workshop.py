@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
-from datagen.collect.encoding import EncodePool, threads_for, writers_for
+from datagen.collect.encoding import EncodePool, short_turns, threads_for, writers_for
 from datagen.collect.progress import Progress
 from datagen.config import CollectConfig
 from datagen.fanout.dispatcher import Dispatcher
@@ -64,4 +64,6 @@ def encoders_and_commits(config: CollectConfig) -> Iterator[tuple[EncodePool, Co
             stack.callback(committer.close)
         encoders = EncodePool(threads_for(wide=wide))
         stack.callback(encoders.close)
+        if wide:
+            stack.enter_context(short_turns())
         yield encoders, Commits(*committers)

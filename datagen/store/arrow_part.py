@@ -20,10 +20,16 @@ import xxhash
 from datagen.errors import CorruptFile
 from datagen.store.arrow_batches import Rows as Rows
 from datagen.store.arrow_batches import open_batches as open_batches
-from datagen.store.atomic import fsync_dir, replace_durably, storage_errors, write_all
+from datagen.store.atomic import (
+    begin_writeback,
+    fsync_dir,
+    replace_durably,
+    storage_errors,
+    write_all,
+)
+from datagen.store.digests import Digests
 from datagen.store.files import open_regular
 from datagen.store.layout import part
-from datagen.store.threads import compute_threads
 
 BUFFER_BYTES = 1 << 20
 COMPRESSION = (
@@ -60,29 +66,24 @@ class _HashingFile(io.RawIOBase):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._buffer = bytearray()
         self._synced = -1
-        self.sha256 = hashlib.sha256()
-        self.row = xxhash.xxh3_64()
+        self.digests = Digests()
         self.position = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.position += len(view)
-        self.row.update(view)
+        view = memoryview(data).cast("B")  # Arrow's own memory or a copy: it stays as it is
+        self.digests.add(view)
         if len(view) >= BUFFER_BYTES:
-            hashing = compute_threads().submit(self.sha256.update, view)
-            try:
-                self._drain()
-                write_all(self._fd, view)
-            finally:
-                hashing.result()
+            self._drain()
+            write_all(self._fd, view)
+            begin_writeback(self._fd, self.position, len(view))
         else:
-            self.sha256.update(view)
             self._buffer += view
             if len(self._buffer) >= BUFFER_BYTES:
                 self._drain()
+        self.position += len(view)
         return len(view)
 
     def tell(self) -> int:
@@ -110,7 +111,6 @@ class ArrowPart:
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self.schema = path, schema
         self._ends: list[int] = []
-        self._digests: list[str] = []
         with storage_errors(path):
             self._sink = _HashingFile(part(path))
             self._writer = pa.ipc.new_file(self._sink, schema, options=write_options(schema))
@@ -131,8 +131,7 @@ class ArrowPart:
         with storage_errors(self.path):
             self._writer.write_batch(batch)
         self._ends += [self._sink.position] * batch.num_rows
-        self._digests += [self._sink.row.hexdigest()] * batch.num_rows
-        self._sink.row.reset()
+        self._sink.digests.end_rows(batch.num_rows)
         return self._sink.position
 
     def sync(self) -> None:
@@ -145,11 +144,11 @@ class ArrowPart:
         with storage_errors(self.path):
             self._writer.close()
             self._sink.sync()
-            n_bytes, sha256 = self._sink.position, self._sink.sha256.hexdigest()
             self._sink.close()
             replace_durably(part(self.path), self.path)
+        digests = self._sink.digests
         return SealedFile(
-            self.path, self.rows, n_bytes, sha256, tuple(self._ends), tuple(self._digests)
+            self.path, self.rows, self.n_bytes, digests.sha256(), tuple(self._ends), digests.rows()
         )
 
     def abandon(self) -> None:
