@@ -98,10 +98,11 @@ def synced_bytes_per_s(folder: Path, shard: int, files: int, every: int = 0) -> 
 
 def mount_of(path: Path) -> str:
     """Type and options of the file system that holds `path`, such as `tmpfs rw,huge=within_size`."""
-    lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    inside = [f for f in lines if path.resolve().is_relative_to(f[1])]
-    longest = max(len(f[1]) for f in inside)
-    _, _, kind, options, *_ = [f for f in inside if len(f[1]) == longest][
-        -1
-    ]  # the last hides others
-    return f"{kind} {options}"
+    found, longest = "", 0
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, kind, options, *_ = line.split()
+        if (
+            path.resolve().is_relative_to(point) and len(point) >= longest
+        ):  # a later one hides others
+            found, longest = f"{kind} {options}", len(point)
+    return found

@@ -31,7 +31,7 @@ FAULTS = (
     "chunk_lost_rows", "other_model", "speculative", "plugin_missing", "plugin_other_version",
     "spool_elsewhere", "disk_full", "thinking_ignored", "tokenize_differs",
 )  # fmt: skip
-VARIANTS = ("tools_as_typescript",)
+VARIANTS = ("tools_as_typescript", "tokenize_fails")
 """Right, but otherwise than a client would guess."""
 STANDS_STILL = "stands_still:"
 """Right while preflight looks and for so many captures, and then no row is answered: `stands_still:15`."""
@@ -55,6 +55,7 @@ class Parts:
         servers = {
             "plugin_missing": WithoutPlugin, "thinking_ignored": AlwaysThinking,
             "tools_as_typescript": InTypescript, "tokenize_differs": OtherTokenize,
+            "tokenize_fails": NoTokenize,
         }  # fmt: skip
         self.model: type[Llama] = models.get(fault, Llama)
         self.spool: type[SpoolWriter] = spools.get(fault, SpoolWriter)
@@ -212,6 +213,13 @@ class OtherTokenize(InTypescript):
 
     def _tokenized(self, body: Any) -> dict[str, Any]:
         return Server._tokenized(self, body)
+
+
+class NoTokenize(InTypescript):
+    """SGLang before 0.5.19 over a tokenizer that names no length: an answer which no JSON can hold."""
+
+    def _tokenized(self, body: Any) -> dict[str, Any]:  # noqa: ARG002
+        raise TypeError("Integer exceeds 64-bit range")
 
 
 def _without(body: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from datagen.target.failures import RowFailure
+from datagen.target.failures import EndpointFailure, RowFailure
 from datagen.target.tokens import Message
+
+TOKENIZE, CHAT = "/v1/tokenize", "/v1/chat/completions"
+Ask = Callable[[str, Any, float], Awaitable[Any]]
+"""POST a body to a path and have the answer within so many seconds. Raises RequestFailure."""
+
+
+class Chats:
+    """One server's rendering of conversations. `control_s`, `row_s`: patience with a call, with a row."""
+
+    def __init__(self, ask: Ask, *, control_s: float, row_s: float) -> None:
+        self._ask, self._control_s, self._row_s = ask, control_s, row_s
+        self.route = TOKENIZE
+        """Which tells the ids of a rendering; see `render`."""
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The ids to which the server renders a conversation and the generation prompt after it.
+
+        `/v1/tokenize` renders as the chat endpoint does, without a forward pass. Before 0.5.19 it fails with
+        500 where the tokenizer names no length, as Kimi's (sgl-project/sglang#16718): where a chat of one
+        token is answered nevertheless, such chats tell the ids from then on. The prefix cache has most
+        of such a prompt when the row itself comes.
+        `kwargs`: of the template. Raises RequestFailure.
+        """
+        if self.route == TOKENIZE:
+            body = chat_body(messages, tools, kwargs)
+            try:
+                return prompt_ids_of(await self._ask(TOKENIZE, body, self._control_s), "tokens")
+            except EndpointFailure as e:
+                if e.reason != "http_500":
+                    raise
+        ids = await self.prompt_ids(messages, tools, kwargs)
+        self.route = CHAT
+        return ids
+
+    async def prompt_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]:
+        """The ids that the model was given for a chat of one token. Raises RequestFailure."""
+        asked = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        body = {**chat_body(messages, tools, kwargs), **asked}
+        answer = await self._ask(CHAT, body, self._row_s)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        first = choices[0] if isinstance(choices, list) and choices else None
+        return prompt_ids_of(first, "prompt_token_ids")
 
 
 def chat_body(

@@ -31,7 +31,7 @@ from datagen.errors import EndpointDown
 from datagen.target.answers import Capture as Capture
 from datagen.target.answers import Generation as Generation
 from datagen.target.answers import capture_of, failure_of, generation_of, message_of
-from datagen.target.chat import chat_body, prompt_ids_of
+from datagen.target.chat import Chats
 from datagen.target.deadlines import Deadlines
 from datagen.target.failures import CapacityFailure, EndpointFailure, RequestFailure, RowFailure
 from datagen.target.load import ServerLoad, load_from_info, load_from_metrics
@@ -40,6 +40,8 @@ from datagen.target.tokens import Message
 
 ABORT_GRACE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
+"""How a server's end of an idle connection shows: in the first read, or already in the write."""
 IDLE_CLOSE_S = 1.0  # after which a row is not sent again unasked; no engine is replaced in less
 READ_BUFFER_BYTES = 1 << 20  # aiohttp's 64 KiB costs an order of magnitude on megabyte bodies
 
@@ -81,6 +83,7 @@ class SGLangClient:
         self._aborts: set[asyncio.Task[None]] = set()
         self._has_metrics = True
         self._deadlines = Deadlines()
+        self.chats = Chats(self._ask, control_s=self.timeouts.control, row_s=self.timeouts.row)
 
     async def __aenter__(self) -> SGLangClient:
         self._session = aiohttp.ClientSession(
@@ -257,37 +260,16 @@ class SGLangClient:
         tools: Sequence[dict[str, Any]] | None,
         kwargs: dict[str, Any],
     ) -> list[int]:
-        """The ids to which the server renders a conversation and the generation prompt after it.
+        """As `Chats.render`."""
+        return await self.chats.render(messages, tools, kwargs)
 
-        `/v1/tokenize`: the rendering of its chat endpoint, without a forward pass. `kwargs`: of the
-        template. Raises as `generate`.
-        """
-        body = chat_body(messages, tools, kwargs)
+    async def _ask(self, path: str, body: Any, within_s: float) -> Any:
         try:
-            answer = await self._control("POST", "/v1/tokenize", body)
+            async with asyncio.timeout(within_s):
+                return await self._request("POST", path, body)
         except TimeoutError as e:
-            waited = f"no rendering in {self.timeouts.control:.0f} s"
+            waited = f"no answer of {path} in {within_s:.0f} s"
             raise EndpointFailure("row_timeout", waited) from e
-        return prompt_ids_of(answer, "tokens")
-
-    async def chat_prompt_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
-        kwargs: dict[str, Any],
-    ) -> list[int]:
-        """The ids that the model was given for a chat of one token. Raises as `generate`."""
-        asked = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        body = {**chat_body(messages, tools, kwargs), **asked}
-        try:
-            async with asyncio.timeout(self.timeouts.row):
-                answer = await self._request("POST", "/v1/chat/completions", body)
-        except TimeoutError as e:
-            waited = f"no chat in {self.timeouts.row:.0f} s"
-            raise EndpointFailure("row_timeout", waited) from e
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        first = choices[0] if isinstance(choices, list) and choices else None
-        return prompt_ids_of(first, "prompt_token_ids")
 
     async def _row(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """POST one row; a request that is given up, for whatever cause, is aborted on the server."""
@@ -310,8 +292,7 @@ class SGLangClient:
         try:
             return await self._exchange(method, path, body)
         except EndpointFailure as e:
-            closed = isinstance(e.__cause__, aiohttp.ServerDisconnectedError)
-            if not closed or time.monotonic() - began > IDLE_CLOSE_S:
+            if not isinstance(e.__cause__, CLOSED) or time.monotonic() - began > IDLE_CLOSE_S:
                 raise
         try:
             return await self._exchange(method, path, body)

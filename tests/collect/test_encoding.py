@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from datagen.collect.encoding import QUEUED_PER_THREAD, EncodePool, threads_for, writers_for
+from datagen.collect.encoding import (
+    QUEUED_PER_THREAD,
+    TURN_S,
+    EncodePool,
+    threads_for,
+    writers_for,
+)
 from datagen.collect.job import CollectJob
+from datagen.collect.workshop import encoders_and_commits
 from datagen.config import MIB, collect_config
 from datagen.store.encoder import Encoder
 from datagen.store.layout import PartitionLayout
@@ -217,3 +224,14 @@ def test_wide_targets_have_more_threads_and_writers(
 ) -> None:
     monkeypatch.setattr("datagen.collect.encoding.usable_cpus", lambda: cpus)
     assert (threads_for(wide=wide), writers_for(wide=wide)) == (threads, writers)
+
+
+@pytest.mark.parametrize(("target", "turn_s"), [("kimi-k2.5", TURN_S), ("smollm2", None)])
+async def test_threads_of_a_wide_run_and_of_no_other_take_short_turns(
+    target: str, turn_s: float | None
+) -> None:
+    usual = sys.getswitchinterval()
+    assert usual > TURN_S
+    with encoders_and_commits(collect_config(target=target)):
+        assert sys.getswitchinterval() == pytest.approx(turn_s or usual)
+    assert sys.getswitchinterval() == usual

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -218,6 +220,22 @@ async def test_connections_closed_while_idle_cost_nothing() -> None:
                 assert all(a.attempts == 1 for a in done)
                 await asyncio.sleep(0.045)
             assert d.state()[0]["state"] == "closed"
+
+
+async def test_a_connection_that_is_reset_under_a_row_costs_nothing() -> None:
+    """As uvicorn's after a handler that raised: the answer goes out, and then the connection dies."""
+
+    async def reset(number: int, writer: asyncio.StreamWriter) -> None:
+        if number % 2:
+            at_once = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            writer.transport.abort()
+        else:
+            writer.write(http("200 OK", GOOD))
+
+    async with serving(reset) as url, SGLangClient(url) as client:
+        for _ in range(6):
+            assert (await ask(client)).output_ids.tolist() == [7, 2]
 
 
 SHORT = PaceConfig(row_timeout_s=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import urllib.error
@@ -13,11 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 
 from datagen.capture.spool import SpoolFile
 from datagen.embedded.weights import ensure_checkpoint
+from datagen.target.chat import CHAT, TOKENIZE
+from datagen.target.checks.subject import EMBEDDED
+from datagen.target.client import SGLangClient
 from datagen.target.profile import Profile
-from datagen.target.tokens import TemplateRenderer
+from datagen.target.tokens import Message, TemplateRenderer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +77,31 @@ def conversations(n: int, longest: int) -> list[list[int]]:
         ids = renderer().render([{"role": "user", "content": text}], None, None)
         found.append(ids[: 20 + (i * 53) % (longest - 19)])
     return found
+
+
+@functools.cache
+def is_before(url: str, release: str) -> bool:
+    """Whether a server is an SGLang older than that; the embedded target is like the newest."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+        info = json.load(answer)
+    return info.get("engine") != EMBEDDED and Version(info["version"]) < Version(release)
+
+
+def rendered_at(
+    url: str,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """As a run has it rendered: by `/v1/tokenize`, which before 0.5.19 needs a tokenizer with a length."""
+
+    async def asked() -> list[int]:
+        async with SGLangClient(url) as client:
+            ids = await client.render(messages, tools, kwargs or {})
+            assert client.chats.route == (CHAT if is_before(url, "0.5.19") else TOKENIZE)
+            return ids
+
+    return asyncio.run(asked())
 
 
 class Reference:

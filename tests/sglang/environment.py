@@ -2,8 +2,9 @@
 
     python -m tests.sglang.environment     builds it when it is absent, and prints its path
 
-$DATAGEN_SGLANG_VENV names another place; $TORCH_ARGS are further arguments of the install of torch, for
-registries whose default is a CUDA build. About 2.7 GB and 2 to 5 minutes.
+$DATAGEN_SGLANG_VERSION chooses the other end of the supported range, 0.5.17; $DATAGEN_SGLANG_VENV names
+another place; $TORCH_ARGS are further arguments of the install of torch, for registries whose default is a
+CUDA build. About 2.7 GB and 2 to 5 minutes each.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from pathlib import Path
 from datagen.embedded.weights import cache_directory
 from tests.sglang.server import Installed
 
-REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
+NEWEST, OLDEST = "0.5.23", "0.5.17"
+VERSION = os.environ.get("DATAGEN_SGLANG_VERSION") or NEWEST
 PYTHON = (3, 11)  # of the pins
 STAMP = ".complete"
 FLAGS = (
     "--device", "cpu", "--dtype", "bfloat16", "--attention-backend", "torch_native",
     "--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3",
     "--max-total-tokens", "8192", "--max-running-requests", "8",
-    "--prefill-decode-interval", "1",  # else decodes wait until no prefill does
+    # else decodes wait until no prefill does
+    *(("--prefill-decode-interval", "1") if VERSION == NEWEST else ()),
 )  # fmt: skip
 SGL_KERNEL = '''"""Stub: sgl_kernel has no CPU wheel; any name imports, and raises when called."""
 __version__ = "0.4.10"
@@ -51,7 +54,7 @@ class Unbuildable(Exception):
 def venv_path() -> Path:
     """Where the environment is, or would be."""
     explicit = os.environ.get("DATAGEN_SGLANG_VENV")
-    return Path(explicit) if explicit else cache_directory() / "sglang-cpu-0.5.23"
+    return Path(explicit) if explicit else cache_directory() / f"sglang-cpu-{VERSION}"
 
 
 def find() -> Path | None:
@@ -68,6 +71,22 @@ def installed() -> Installed:
     return Installed(venv / "bin" / "python", FLAGS, {"SGLANG_USE_CPU_ENGINE": "1"})
 
 
+def pins(version: str) -> list[str]:
+    """What the environment holds; the oldest release has some packages of its time. Raises Unbuildable."""
+    if version not in (NEWEST, OLDEST):
+        raise Unbuildable(f"SGLang {version} has no pins here: {NEWEST} and {OLDEST} have")
+    names = ["requirements-cpu.txt"] + (
+        ["requirements-cpu-0.5.17.txt"] if version == OLDEST else []
+    )
+    lines = [
+        line
+        for name in names
+        for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
+    return list({line.split("==")[0]: line for line in lines}.values())
+
+
 def ensure() -> Path:
     """The environment, built when absent. Raises Unbuildable."""
     venv = venv_path()
@@ -75,8 +94,7 @@ def ensure() -> Path:
         return venv
     if sys.version_info[:2] != PYTHON:
         raise Unbuildable(f"the pins are for Python 3.11, this is {sys.version.split()[0]}")
-    pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    wanted = [p for p in pins if p and not p.startswith("#")]
+    wanted = pins(VERSION)
     torch = [p for p in wanted if p.startswith("torch==")]
     _run(sys.executable, "-m", "venv", "--clear", str(venv))
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]

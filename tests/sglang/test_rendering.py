@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -21,7 +20,7 @@ from datagen.target.checks.subject import QUICK
 from datagen.target.checks.suite import NAMES
 from datagen.target.tokens import template_kwargs
 from tests.kimi import token_id, write_kimi_checkpoint
-from tests.sglang.asking import post
+from tests.sglang.asking import is_before, post, rendered_at
 from tests.sglang.conftest import CAPTURE_FLAGS, RealEngine
 from tests.sglang.server import SGLangServer
 from tests.tiny import BOUNDARIES, write_tiny_profile
@@ -32,11 +31,6 @@ THINKING = "thinking"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_kimi_checkpoint(tmp_path_factory.mktemp("kimi") / "tiny-kimi")
-
-
-def body_of(name: str) -> dict[str, Any]:
-    messages, tools, thinking = conversations(THINKING)[name]
-    return chat_body(messages, tools, template_kwargs(THINKING, thinking))
 
 
 def test_both_render_alike_and_preflight_has_the_server_render(
@@ -52,15 +46,16 @@ def test_both_render_alike_and_preflight_has_the_server_render(
     )  # fmt: skip
     try:
         server.start()
-        for name in conversations(THINKING):
-            body = body_of(name)
-            status, tokenized = post(server.url, "/v1/tokenize", body)
-            assert status == 200, tokenized
+        for name, (messages, tools, thinking) in conversations(THINKING).items():
+            kwargs = template_kwargs(THINKING, thinking)
+            body = chat_body(messages, tools, kwargs)
             asked = {**body, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
             status, chat = post(server.url, "/v1/chat/completions", asked)
             assert status == 200, chat
             told = chat["choices"][0]["prompt_token_ids"]
-            assert tokenized["tokens"] == told, name
+            assert rendered_at(server.url, messages, tools, kwargs) == told, name
+            if tools and is_before(server.url, "0.5.18"):
+                continue  # tools come with other keys, in another order
             assert rendered(body, template) == told, (
                 f"{name}: {tokenizer.decode(rendered(body, template), skip_special_tokens=False)} "
                 f"is not {tokenizer.decode(told, skip_special_tokens=False)}"

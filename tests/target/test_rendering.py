@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ from datagen.target.checks.subject import QUICK
 from datagen.target.checks.suite import NAMES
 from datagen.target.checks.verdict import ServerChecks
 from datagen.target.client import SGLangClient, Timeouts
-from datagen.target.failures import EndpointFailure, RowFailure
+from datagen.target.failures import CapacityFailure, EndpointFailure, RowFailure
 from tests.kimi import THINK_END, token_id, write_kimi_checkpoint
 from tests.target.faulty import faulty
 from tests.tiny import write_tiny_profile
@@ -62,6 +63,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def typescript(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that declares tools as Kimi-K2.5's does."""
     with faulty(checkpoint, tmp_path_factory.mktemp("ts"), "tools_as_typescript") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def no_tokenize(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same in a release whose tokenize route fails over Kimi's tokenizer."""
+    with faulty(checkpoint, tmp_path_factory.mktemp("nt"), "tokenize_fails") as url:
         yield url
 
 
@@ -172,6 +180,39 @@ def test_a_server_that_renders_tools_in_its_own_code_renders_the_run(
     assert "--rendering server" in fix
 
 
+def test_where_the_tokenize_route_fails_chats_of_one_token_tell_the_ids(
+    checkpoint: Path, tmp_path: Path, typescript: str, no_tokenize: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        asked(no_tokenize, "/v1/tokenize", {"messages": TIDES, "tools": TOOLS})
+    place = checked(settings(checkpoint, tmp_path, no_tokenize))
+    status, measured, _ = result(place, "rendering")
+    assert (status, place.rendering) == ("ok", "server")
+    assert "(/v1/tokenize fails: by chats of one token)" in measured
+    assert not place.reds()
+    usual = checked(settings(checkpoint, tmp_path, typescript))
+    assert place.contexts_sha256 == usual.contexts_sha256, "a run may go on in either release"
+
+
+async def test_a_server_that_fails_in_both_routes_is_asked_for_its_tokenize_route_again() -> None:
+    broken = [True]
+
+    async def tokenize(_: web.Request) -> web.Response:
+        return web.json_response({"tokens": [1, 2]}, status=500 if broken[0] else 200)
+
+    async def chat(_: web.Request) -> web.Response:
+        raise web.HTTPServiceUnavailable
+
+    routes = web.Application()
+    routes.router.add_post("/v1/tokenize", tokenize)
+    routes.router.add_post("/v1/chat/completions", chat)
+    async with TestServer(routes) as server, SGLangClient(str(server.make_url(""))) as client:
+        with pytest.raises(CapacityFailure, match="503"):
+            await client.render([{"role": "user", "content": "Hello"}], None, {})
+        broken[0] = False
+        assert await client.render([{"role": "user", "content": "Hello"}], None, {}) == [1, 2]
+
+
 def test_what_sglang_does_before_its_template_makes_the_server_render(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -186,9 +227,11 @@ def test_what_sglang_does_before_its_template_makes_the_server_render(
     assert '{"harbour": "Brest"}' in text
 
 
+@pytest.mark.parametrize("release", ["typescript", "no_tokenize"])
 def test_a_run_rendered_by_the_server_holds_the_chat_endpoints_ids(
-    checkpoint: Path, tmp_path: Path, typescript: str
+    checkpoint: Path, tmp_path: Path, release: str, request: pytest.FixtureRequest
 ) -> None:
+    typescript: str = request.getfixturevalue(release)
     config = settings(checkpoint, tmp_path, typescript, mix=str(write_mix(tmp_path)))
     manifest = asyncio.run(collected(config))
     root = tmp_path / "run"
@@ -361,7 +404,7 @@ async def test_a_chat_that_is_not_answered_in_time_is_a_failure_of_its_request()
         await ended.wait()
         return web.json_response({})
 
-    with pytest.raises(EndpointFailure, match="no chat in"):
+    with pytest.raises(EndpointFailure, match="no answer of /v1/chat"):
         await chat_of_one_token(chat, ended.set)
 
 
@@ -374,7 +417,7 @@ async def chat_of_one_token(
         url = str(server.make_url(""))
         async with SGLangClient(url, timeouts=Timeouts(row=0.2)) as client:
             try:
-                await client.chat_prompt_ids([{"role": "user", "content": "Hello"}], None, {})
+                await client.chats.prompt_ids([{"role": "user", "content": "Hello"}], None, {})
             finally:
                 after()
 

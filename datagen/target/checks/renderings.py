@@ -143,7 +143,7 @@ async def _render(subject: Subject, conversation: Conversation) -> Rendered:
     chat: list[int] | RequestFailure
     server: list[int] | RequestFailure
     try:
-        chat = await subject.client.chat_prompt_ids(messages, tools, kwargs)
+        chat = await subject.client.chats.prompt_ids(messages, tools, kwargs)
     except RequestFailure as e:
         chat = e
     try:
