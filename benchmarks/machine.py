@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -92,6 +93,27 @@ def synced_bytes_per_s(folder: Path, shard: int, files: int, every: int = 0) -> 
     for thread in threads:
         thread.join()
     rate = files * (shard // len(block)) * len(block) / (time.perf_counter() - start)
+    shutil.rmtree(folder)
+    return rate
+
+
+def filled_bytes_per_s(folder: Path, n_bytes: int, threads: int) -> float:
+    """What files in `folder` take from so many threads at once; removed again.
+
+    In memory, a first time is slower where a virtual machine has to ask its host for the pages.
+    """
+    folder.mkdir()
+    block, share = memoryview(np.random.default_rng(0).bytes(16 << 20)), n_bytes // threads
+
+    def fill(number: int) -> None:
+        with open(folder / str(number), "wb", buffering=0) as file:
+            for first in range(0, share, len(block)):
+                file.write(block[: share - first])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, range(threads)))
+    rate = share * threads / (time.perf_counter() - start)
     shutil.rmtree(folder)
     return rate
 

@@ -7,12 +7,13 @@ starts one server with the capture plugin (`--null`: drawn rows of Kimi's width 
 any machine), and lets the collector's own code (`collect_prompt` over stored responses: dispatcher, client,
 spool, guards, encoders, group commit, seal) capture the same samples onto tmpfs, then onto a disk.
 `--processes`: numbers of collectors side by side, each with partitions of its own; the product runs one.
-The clock runs from the first request to the last seal, every fsync included; a warm-up goes before, and
-every collector has its compiled loops loaded (1 to 3 s, once a process).
-Beside it, in the same run: what the disk syncs in files of a shard's size, and the codec's ratio, whose
-product no collector can pass; the CPU time of each part, and CPU seconds and page faults a GB; the most
-bytes ever asked for and not yet stored, and ever in the spool. Runs where this project's environment and
-the server's can both be started.
+The clock runs from the first request to the last seal, every fsync included; a warm-up goes before, as much
+memory as will be needed has been filled once (a virtual machine may get it only then), and every collector
+has its compiled loops loaded (1 to 3 s, once a process).
+Beside it, in the same run: how fast memory is filled by threads that do nothing else; what the disk syncs
+in files of a shard's size, and the codec's ratio, whose product no collector can pass; the CPU time of each
+part, and CPU seconds and page faults a GB; the most bytes ever asked for and not yet stored, and ever in
+the spool. Runs where this project's environment and the server's can both be started.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import (  # noqa: E402
     busy,
+    filled_bytes_per_s,
     most_in,
     mount_of,
     process_seconds,
@@ -319,12 +321,17 @@ def main() -> None:
 def measured(args: argparse.Namespace, given: dict[str, Any], counts: list[int]) -> dict[str, Any]:
     """Memory with every number of collectors, then the disk with the best of them."""
     base = f"datagen-shards-{os.getpid()}"
+    needed = int(args.seconds * args.rate * 0.7) + given["spool_mib"] * MIB
+    threads = min(os.cpu_count() or 1, 16)
+    about: dict[str, Any] = {"memory_mount": mount_of(args.memory)}
+    about["memory_filled_bytes_per_s"] = [
+        filled_bytes_per_s(args.memory / base, needed, threads) for _ in range(2)
+    ]
     run(given, counts[-1], args.memory / base, args.seconds / 4, args.rate)  # warm-up
     memory = []
     for count in counts:
         memory.append(run(given, count, args.memory / base, args.seconds, args.rate))
         print(f"memory: {json.dumps(memory[-1])}", flush=True)
-    about = {"memory_mount": mount_of(args.memory)}
     best = max(memory, key=lambda r: float(r["raw_bytes_per_s"]))
     shard, files = args.shard_mib * MIB, best["processes"] * best["writers"]
 

@@ -6,7 +6,8 @@ rename with mode 0600. Tensors, in this order:
     input_ids  [n]           I32              the ids the engine prefilled
     crc32      [1]           U32              CRC-32 (zlib's) of the bytes of `rows`
 `__metadata__` holds strings: rid, boundaries (comma separated Hugging Face indices), hidden,
-final_norm, server. `<path>.err` appears in place of the file when the write failed.
+final_norm, server. `<path>.err` appears in place of the file when the write failed. What was read may
+leave its memory to the next (spares.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from datagen.capture import spares
+
 try:  # the same sums, four times as fast: a collector always has it, an engine's environment may not
     from isal.isal_zlib import crc32
 except ImportError:
@@ -36,7 +39,7 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 MAX_HEADER_BYTES = 1 << 20
 MAX_PARTS = 512  # of one writev; the system's own limit is 1024
 STALE_S, HALF_WRITTEN_S = 900.0, 60.0  # untouched for that long, nobody will come for a file
-NAME = re.compile(r"[0-9a-f]{32}\.safetensors(\.tmp|\.err)?")
+NAME = re.compile(rf"[0-9a-f]{{32}}\.safetensors(\.tmp|\.err)?|{spares.NAME}")
 
 
 class SpoolError(Exception):
@@ -121,9 +124,12 @@ def write_spool(
     ]
     temporary = f"{path}.tmp"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        spare = spares.take(temporary, end)
+        fd = os.open(temporary, os.O_WRONLY | (0 if spare else os.O_CREAT | os.O_TRUNC), 0o600)
         try:
             write_all(fd, parts)
+            if spare:
+                os.ftruncate(fd, sum(map(len, parts)))
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -213,15 +219,16 @@ class Swept:
 def sweep(directory: Path, *, older_than_s: float, now: float) -> Swept:
     """Remove captures, error notes and half-written files that nobody touched for `older_than_s`.
 
-    A half-written file grows while its writer lives, so `HALF_WRITTEN_S` without growth is enough.
-    Files of other names stay. Raises OSError when the directory cannot be read.
+    A half-written file grows while its writer lives, so `HALF_WRITTEN_S` without growth is enough; spares
+    are gone in moments where there is work. Files of other names stay. Raises OSError when the directory
+    cannot be read.
     """
     n_files = n_bytes = 0
     for entry in os.scandir(directory):
         if not NAME.fullmatch(entry.name):
             continue
-        half_written = entry.name.endswith(".tmp")
-        limit_s = min(older_than_s, HALF_WRITTEN_S) if half_written else older_than_s
+        brief = not entry.name.endswith((SUFFIX, ".err"))
+        limit_s = min(older_than_s, HALF_WRITTEN_S) if brief else older_than_s
         try:
             found = entry.stat(follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode) or now - found.st_mtime < limit_s:
@@ -244,6 +251,6 @@ def leave_note(path: str, text: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a capture and its error note; absent files are fine."""
+    """Remove a capture and its error note; absent files are fine. Rows that are mapped stay valid."""
     path.unlink(missing_ok=True)
     path.with_name(path.name + ".err").unlink(missing_ok=True)

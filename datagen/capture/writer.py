@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datagen.capture import spares
 from datagen.capture.carried import Job, write_job
 from datagen.capture.carrier import Carrier
 from datagen.capture.spool import (
@@ -185,8 +186,11 @@ class SpoolWriter:
         """Raise SpoolBusy unless what is pending fits. Asks the file system now and then only."""
         now = time.monotonic()
         if now >= self._room_known_until or self._room < n_bytes:
-            found = os.statvfs(self.directory)
-            free, waiting = found.f_bavail * found.f_frsize, self.pending_bytes  # with this one
+            waiting = self.pending_bytes  # with this one
+            free = self._free()
+            if free - waiting < self.limits.min_free_bytes:
+                spares.drop(self.directory)
+                free = self._free()
             self._room = free - waiting - self.limits.min_free_bytes
             self._room_known_until = now + ROOM_KNOWN_S
             if self._room < 0:
@@ -195,6 +199,10 @@ class SpoolWriter:
                 )
         else:
             self._room -= n_bytes
+
+    def _free(self) -> int:
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
         """Finish what is queued, then end the threads."""
@@ -205,6 +213,7 @@ class SpoolWriter:
             thread.join()
         if self._carrier is not None:
             self._carrier.close()
+        spares.drop(self.directory)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -254,10 +254,12 @@ async def _capture(
             ),
             n_bytes=stored,
         )
+        if captured.path is not None:
+            shop.spools.add(captured.path.parent)
         if n_bytes > DISCARD_ASIDE_BYTES:
-            await asyncio.to_thread(captured.discard)
+            await asyncio.to_thread(captured.hand_back)
         else:
-            captured.discard()
+            captured.hand_back()
     shop.progress.captured(len(ids), n_bytes)
 
 

@@ -191,6 +191,7 @@ class CollectJob:
             context_length=min(s.context_length for s in servers),
             final=final,
         )
+        stack.callback(job._shop.close)
         job._count_sealed()
         return job
 

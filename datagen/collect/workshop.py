@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
+from datagen.capture import spares
 from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
 from datagen.collect.encoding import EncodePool, short_turns, threads_for, writers_for
@@ -40,6 +42,13 @@ class Workshop:
     final: SGLangClient | None = None
     """A second server, for the final state alone."""
     lengths: LengthModel = field(default_factory=LengthModel)
+    spools: set[Path] = field(default_factory=set)
+    """Where captures came from."""
+
+    def close(self) -> None:
+        """Leave the spools clean."""
+        for spool in self.spools:
+            spares.drop(spool)
 
     async def commit(
         self, store: PartitionStore, action: Callable[[PartitionStore], T], *, n_bytes: int = 0

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from datagen.capture.spares import hand_back
 from datagen.capture.spool import discard
 from datagen.errors import CaptureUnproven
 from datagen.target.capture import WRONG_WIDTH_FIX, rows_of, take_capture
@@ -53,6 +54,12 @@ class Captured:
         self.rows = self.rows[:0].copy()
         if self.path is not None:
             discard(self.path)
+
+    def hand_back(self) -> None:
+        """As `discard`, where nobody looks at the rows any more: the server may write over them."""
+        self.rows = self.rows[:0].copy()
+        if self.path is not None:
+            hand_back(self.path)
 
 
 async def capture_rows(

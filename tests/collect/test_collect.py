@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from datagen.capture import spares
 from datagen.store.layout import RunLayout
 from datagen.store.lock import RunLock
 from datagen.store.manifest import Manifest
+from datagen.store.verify import verify_run
 from tests.collect.harness import Bench, responses, rows_done, state_ids
 from tests.target.faulty import faulty
 from tests.tiny import free_port, serving, write_tiny_checkpoint
@@ -58,6 +60,25 @@ def test_states_are_stored_for_exactly_what_was_generated(undisturbed: Path) -> 
     assert len(seen) == len(dict(seen)) == len(said)
     for sample_id, ids in seen:
         assert ids[-len(said[sample_id]) :] == said[sample_id]
+
+
+async def test_a_run_hands_its_captures_back_and_leaves_the_spool_clean(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Path] = []
+
+    def noted(path: Path) -> None:
+        spares.hand_back(path)
+        handed.append(path)
+        assert (path.parent / "spare-00").exists()
+
+    monkeypatch.setattr("datagen.target.states.hand_back", noted)
+    monkeypatch.setattr(spares, "LEAST_BYTES", 1)  # here; its server has others, and takes none
+    manifest = await bench.collect_here("handed-back")
+    assert len(handed) == manifest.samples.collected > 0
+    (spool,) = {path.parent for path in handed}
+    assert not list(spool.iterdir())
+    assert verify_run(bench.folder / "handed-back").ok
 
 
 def test_a_later_turn_is_asked_with_the_models_own_earlier_answer(undisturbed: Path) -> None:

@@ -1,0 +1,59 @@
+"""Spare files of a spool: captures that were read, whose memory the next ones are written over.
+
+A large file in memory costs its writer twice as much where the system must find and clear pages for it,
+and takes as long again to give back. So a reader that is done may leave such a file under one of
+`SPARES` names, in place of unlinking it, and a writer begins with one where there is any.
+Standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SPARES = 16
+NAME = r"spare-\d\d"
+LEAST_BYTES, MOST_BYTES = 4 << 20, 64 << 20
+"""Smaller ones gain nothing; with larger ones the spares would hold more than 1 GiB."""
+
+
+def hand_back(path: Path) -> None:
+    """Let the next capture be written over this one; unlink it where that gains nothing.
+
+    Rows that are still mapped change from now on. An absent file is fine.
+    """
+    try:
+        if LEAST_BYTES <= path.stat().st_size <= MOST_BYTES:
+            for spare in _names(path.parent):
+                if not os.path.lexists(spare):  # should another reader be faster, one file goes
+                    os.replace(path, spare)
+                    return
+        path.unlink()
+    except FileNotFoundError:
+        return
+
+
+def take(path: str, n_bytes: int) -> bool:
+    """Give a spare the name `path`, for a file of `n_bytes`; False when there is none, or no need."""
+    if n_bytes < LEAST_BYTES:
+        return False
+    for spare in _names(Path(path).parent):
+        try:
+            os.replace(spare, path)
+        except FileNotFoundError:
+            continue
+        return True
+    return False
+
+
+def drop(directory: Path) -> None:
+    """Remove all of them. Raises OSError."""
+    for spare in _names(directory):
+        try:
+            os.unlink(spare)
+        except FileNotFoundError:
+            continue
+
+
+def _names(directory: Path) -> list[str]:
+    return [f"{directory}/spare-{number:02d}" for number in range(SPARES)]
