@@ -1,9 +1,9 @@
 """Spare files of a spool: captures that were read, whose memory the next ones are written over.
 
-A large file in memory costs its writer twice as much where the system must find and clear pages for it,
-and takes as long again to give back. So a reader that is done may leave such a file under one of
-`SPARES` names, in place of unlinking it, and a writer begins with one where there is any.
-Standard library alone.
+Finding pages for a large file and giving them back costs more than filling them. So a reader that is done
+may leave such a file under one of `SPARES` names, in place of unlinking it, and a writer begins with one
+where there is any. In huge pages files cost so little that there is nothing to gain
+(benchmarks/spool.py). Standard library alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ SPARES = 16
 NAME = r"spare-\d\d"
 LEAST_BYTES, MOST_BYTES = 4 << 20, 64 << 20
 """Smaller ones gain nothing; with larger ones the spares would hold more than 1 GiB."""
+HUGE_BYTES = 2 << 20  # what a tmpfs of huge pages states as its block
 
 
 def hand_back(path: Path) -> None:
@@ -23,7 +24,8 @@ def hand_back(path: Path) -> None:
     Rows that are still mapped change from now on. An absent file is fine.
     """
     try:
-        if LEAST_BYTES <= path.stat().st_size <= MOST_BYTES:
+        found = path.stat()
+        if LEAST_BYTES <= found.st_size <= MOST_BYTES and found.st_blksize < HUGE_BYTES:
             for spare in _names(path.parent):
                 if not os.path.lexists(spare):  # should another reader be faster, one file goes
                     os.replace(path, spare)

@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,16 @@ def test_no_more_is_kept_than_there_are_names_and_nothing_small_or_huge(
     spares.hand_back(small)
     monkeypatch.setattr(spares, "MOST_BYTES", spares.LEAST_BYTES)
     spares.hand_back(publish(writer, "huge", LEAST + 1))
+    assert not os.listdir(writer.directory)
+
+
+def test_in_huge_pages_nothing_is_kept(
+    writer: SpoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = publish(writer, "one", LEAST)
+    as_block = {"st_size": path.stat().st_size, "st_blksize": 2 << 20}
+    monkeypatch.setattr(Path, "stat", lambda _: SimpleNamespace(**as_block))
+    spares.hand_back(path)
     assert not os.listdir(writer.directory)
 
 
