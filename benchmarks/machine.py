@@ -111,11 +111,12 @@ def filled_bytes_per_s(folder: Path, n_bytes: int, threads: int) -> float:
                 file.write(block[: share - first])
 
     start = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(fill, range(threads)))
-    rate = share * threads / (time.perf_counter() - start)
-    shutil.rmtree(folder)
-    return rate
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(threads)))
+        return share * threads / (time.perf_counter() - start)
+    finally:
+        shutil.rmtree(folder)
 
 
 def mount_of(path: Path) -> str:

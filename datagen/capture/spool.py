@@ -21,6 +21,7 @@ import re
 import stat
 import struct
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 MAX_HEADER_BYTES = 1 << 20
 MAX_PARTS = 512  # of one writev; the system's own limit is 1024
 STALE_S, HALF_WRITTEN_S = 900.0, 60.0  # untouched for that long, nobody will come for a file
-NAME = re.compile(rf"[0-9a-f]{{32}}\.safetensors(\.tmp|\.err)?|{spares.NAME}")
+NAME = re.compile(rf"[0-9a-f]{{32}}\.safetensors(\.\d+\.tmp|\.err)?|{spares.NAME}")
 
 
 class SpoolError(Exception):
@@ -122,21 +123,24 @@ def write_spool(
         ids,
         struct.pack("<I", crc),
     ]
-    temporary = f"{path}.tmp"
+    size = sum(map(len, parts))
+    temporary = f"{path}.{threading.get_native_id()}.tmp"  # one rid may be asked for twice
     try:
-        spare = spares.take(temporary, end)
-        fd = os.open(temporary, os.O_WRONLY | (0 if spare else os.O_CREAT | os.O_TRUNC), 0o600)
+        spare = spares.take(temporary, size)
+        create = 0 if spare else os.O_CREAT | os.O_TRUNC
+        fd = os.open(temporary, os.O_WRONLY | os.O_NOFOLLOW | create, 0o600)
         try:
-            write_all(fd, parts)
             if spare:
-                os.ftruncate(fd, sum(map(len, parts)))
+                os.ftruncate(fd, size)
+                os.fchmod(fd, 0o600)
+            write_all(fd, parts)
         finally:
             os.close(fd)
         os.replace(temporary, path)
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return 8 + len(header) + tail + 4
+    return size
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview], at: int | None = None) -> None:

@@ -180,6 +180,7 @@ class SpoolWriter:
             "dtype": row_format.dtype,
             "server": row_format.server,
             "protocol": PROTOCOL,
+            "spares": True,
         }
 
     def _require_room(self, n_bytes: int) -> None:

@@ -257,9 +257,9 @@ async def _capture(
         if captured.path is not None:
             shop.spools.add(captured.path.parent)
         if n_bytes > DISCARD_ASIDE_BYTES:
-            await asyncio.to_thread(captured.hand_back)
+            await asyncio.to_thread(captured.hand_back, shop.spares)
         else:
-            captured.hand_back()
+            captured.discard()
     shop.progress.captured(len(ids), n_bytes)
 
 

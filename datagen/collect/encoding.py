@@ -61,8 +61,9 @@ def short_turns() -> Iterator[None]:
     Wide samples pass some thirty threads which need it for a moment each, between long stretches without.
     """
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_S)
+    sys.setswitchinterval(min(usual, TURN_S))
     try:
         yield
     finally:
-        sys.setswitchinterval(usual)
+        if usual > TURN_S:  # else another run has them short already, and ends them
+            sys.setswitchinterval(usual)

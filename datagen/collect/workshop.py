@@ -13,7 +13,7 @@ from datagen.collect.budget import ByteBudget
 from datagen.collect.commits import Commits
 from datagen.collect.encoding import EncodePool, short_turns, threads_for, writers_for
 from datagen.collect.progress import Progress
-from datagen.config import CollectConfig
+from datagen.config import MIB, CollectConfig
 from datagen.fanout.dispatcher import Dispatcher
 from datagen.fanout.lengths import LengthModel
 from datagen.store.group_commit import GroupCommitter
@@ -44,6 +44,11 @@ class Workshop:
     lengths: LengthModel = field(default_factory=LengthModel)
     spools: set[Path] = field(default_factory=set)
     """Where captures came from."""
+
+    @property
+    def spares(self) -> int:
+        """How many files may be handed back to a server: an eighth of what the run may hold."""
+        return self.config.spool_mib * MIB // 8 // spares.MOST_BYTES
 
     def close(self) -> None:
         """Leave the spools clean."""

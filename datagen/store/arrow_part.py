@@ -145,11 +145,9 @@ class ArrowPart:
             self._writer.close()
             self._sink.sync()
             self._sink.close()
+            sha256, rows = self._sink.digests.sha256(), self._sink.digests.rows()
             replace_durably(part(self.path), self.path)
-        digests = self._sink.digests
-        return SealedFile(
-            self.path, self.rows, self.n_bytes, digests.sha256(), tuple(self._ends), digests.rows()
-        )
+        return SealedFile(self.path, self.rows, self.n_bytes, sha256, tuple(self._ends), rows)
 
     def abandon(self) -> None:
         """Close without sealing; what was synced can be recovered, what was not is dropped."""

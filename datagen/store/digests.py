@@ -19,6 +19,26 @@ LARGE_BYTES = 1 << 20  # for less, a change of threads costs as much
 MOST_WAITING_BYTES = 64 << 20  # pieces stay in memory until they are summed
 
 
+class Backlog:
+    """Bytes that wait to be summed, of all files together."""
+
+    def __init__(self) -> None:
+        self._gate, self._bytes = threading.Lock(), 0
+
+    def add(self, n_bytes: int) -> None:
+        """So many more wait, or fewer."""
+        with self._gate:
+            self._bytes += n_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether a writer should wait for what it left behind."""
+        return self._bytes > MOST_WAITING_BYTES
+
+
+BACKLOG = Backlog()
+
+
 class Digests:
     """Of what `add` is given, in its order. One thread calls it."""
 
@@ -28,13 +48,12 @@ class Digests:
         self._gate = threading.Lock()
         self._waiting: deque[memoryview | int] = deque()
         """Pieces; between them, how many rows end there."""
-        self._waiting_bytes = 0
         self._task: Future[None] | None = None
         """Sums what waits; None: nothing does."""
 
     def add(self, piece: memoryview) -> None:
         """More of the file. `piece` is kept for a while: what it shows must not change."""
-        if self._waiting_bytes > MOST_WAITING_BYTES:
+        if BACKLOG.full:
             self._settle()
         if self._task is None and len(piece) < LARGE_BYTES:
             self._sum(piece)
@@ -60,10 +79,12 @@ class Digests:
 
     def _queue(self, item: memoryview | int) -> None:
         with self._gate:
-            self._waiting.append(item)
-            self._waiting_bytes += 0 if isinstance(item, int) else len(item)
             if self._task is None:
                 self._task = compute_threads().submit(self._work)
+            elif self._task.done():  # and not taken back: it failed
+                self._task.result()
+            self._waiting.append(item)
+            BACKLOG.add(0 if isinstance(item, int) else len(item))
 
     def _settle(self) -> None:
         """Wait until nothing waits."""
@@ -81,9 +102,10 @@ class Digests:
             if isinstance(item, int):
                 self._end(item)
             else:
-                self._sum(item)
-                with self._gate:
-                    self._waiting_bytes -= len(item)
+                try:
+                    self._sum(item)
+                finally:
+                    BACKLOG.add(-len(item))
             del item
 
     def _sum(self, piece: memoryview) -> None:

@@ -53,5 +53,5 @@ class Encoder:
             self._seen.append(rows_TW[places.astype(np.int64)])
             if len(self._seen) == self._refit_after:
                 self.params = fit(self._spec, np.concatenate(self._seen))
-                self._seen = [rows_TW[:0]] * self._refit_after  # the tokens are not needed any more
+                self._seen = [rows_TW[:0].copy()] * self._refit_after  # nothing of them is needed
         return self.params

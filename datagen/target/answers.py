@@ -52,6 +52,8 @@ class Capture:
     next_token: int
     protocol: int = 0
     """The version of request, answer and file that the plugin speaks; see capture/spool.py."""
+    spares: bool = False
+    """Whether the plugin writes captures over the memory of those that are handed back."""
     self_test: str = ""
     """What the plugin proved about its boundaries inside the engine; begins with passed, pending, none."""
 
@@ -113,6 +115,7 @@ def capture_of(answer: dict[str, Any]) -> Capture:
             server=str(note["server"]),
             next_token=int(answer["output_ids"][0]),
             protocol=int(note.get("protocol") or 0),
+            spares=bool(note.get("spares")),
             self_test=str(note.get("self_test") or ""),
         )
     except (KeyError, TypeError, ValueError, IndexError) as e:

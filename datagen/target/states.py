@@ -45,6 +45,8 @@ class Captured:
 
     rows: NDArray[np.uint16]
     path: Path | None = None
+    spares: bool = False
+    """Whether its server writes over what is handed back."""
 
     def discard(self) -> None:
         """Let go of the rows, and remove the spool file, if there is one.
@@ -55,11 +57,14 @@ class Captured:
         if self.path is not None:
             discard(self.path)
 
-    def hand_back(self) -> None:
-        """As `discard`, where nobody looks at the rows any more: the server may write over them."""
-        self.rows = self.rows[:0].copy()
-        if self.path is not None:
-            hand_back(self.path)
+    def hand_back(self, most: int) -> None:
+        """As `discard`, where nobody looks at the rows any more: the server may write over them.
+
+        `most`: files that may be kept for it.
+        """
+        if self.path is not None and self.spares:
+            hand_back(self.path, most)
+        self.discard()
 
 
 async def capture_rows(
@@ -79,7 +84,7 @@ async def capture_rows(
     if mode == "spool":
         capture = await server.capture(input_ids, rid=rid)
         spooled = await take_capture(capture, input_ids, rid, profile)
-        return Captured(rows_of(spooled), capture.path)
+        return Captured(rows_of(spooled), capture.path, capture.spares)
     states_TW = await _counted(server, input_ids, rid)
     of_boundaries = len(profile.boundaries) * profile.hidden_size
     if states_TW.shape[1] == of_boundaries and final is not None:

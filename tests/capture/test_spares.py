@@ -51,7 +51,7 @@ def read(path: Path, rid: str, n: int) -> Captured:
     rows = rows_of(spooled)
     assert (rows[:, 0] == rows[:, -1]).all()
     assert int(rows[-1, 0]) - int(rows[0, 0]) == n - 1
-    return Captured(rows, path)
+    return Captured(rows, path, spares=True)
 
 
 @pytest.mark.parametrize("second", [LEAST, LEAST + 40], ids=["shorter", "longer"])
@@ -60,7 +60,7 @@ def test_a_capture_is_written_over_the_memory_of_one_that_was_handed_back(
 ) -> None:
     first = publish(writer, "one", LEAST + 20)
     inode = first.stat().st_ino
-    read(first, "one", LEAST + 20).hand_back()
+    read(first, "one", LEAST + 20).hand_back(1)
     assert [p.name for p in writer.directory.iterdir()] == ["spare-00"]
     path = publish(writer, "two", second)
     assert path.stat().st_ino == inode
@@ -95,6 +95,71 @@ def test_no_more_is_kept_than_there_are_names_and_nothing_small_or_huge(
     assert not os.listdir(writer.directory)
 
 
+def test_a_server_that_takes_no_spares_gets_none(writer: SpoolWriter) -> None:
+    path = publish(writer, "one", LEAST)
+    captured = read(path, "one", LEAST)
+    captured.spares = False
+    captured.hand_back(spares.SPARES)
+    captured = read(publish(writer, "two", LEAST), "two", LEAST)
+    captured.hand_back(0)
+    assert not os.listdir(writer.directory)
+
+
+def test_where_none_come_one_name_is_tried(
+    writer: SpoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    utime = os.utime
+
+    def noted(path: str) -> None:
+        tried.append(path)
+        utime(path)
+
+    monkeypatch.setattr("datagen.capture.spares.os.utime", noted)
+    monkeypatch.setattr(spares, "_found_at", float("-inf"))
+    for rid in ("one", "two"):
+        publish(writer, rid, LEAST)
+    assert [name[-8:] for name in tried] == ["spare-00"] * 2
+    for rid in ("one", "two"):
+        spares.hand_back(spool_path(writer.directory, rid))
+    for rid in (
+        "three",
+        "four",
+    ):  # the first shows that they come, and the second is at another name
+        read(publish(writer, rid, LEAST), rid, LEAST)
+    assert not list(writer.directory.glob("spare-*"))
+
+
+def test_only_files_of_its_own_are_taken_and_they_become_private(
+    writer: SpoolWriter, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    (writer.directory / "spare-00").symlink_to(elsewhere)
+    values = np.zeros((LEAST, WIDE.width), np.uint16)
+    writer.hold(values.nbytes)
+    note = writer.publish("one", [memoryview(values)], LEAST, bytes(4 * LEAST), WIDE)
+    failed, deadline = Path(note["path"] + ".err"), time.monotonic() + 60
+    while not failed.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert elsewhere.read_bytes() == b"mine"
+    path = publish(writer, "two", LEAST)
+    path.chmod(0o644)
+    spares.hand_back(path)
+    assert stat.S_IMODE(publish(writer, "three", LEAST).stat().st_mode) == 0o600
+
+
+def test_a_spare_that_cannot_be_removed_is_told_and_stops_nothing(
+    writer: SpoolWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    (writer.directory / "spare-00").mkdir()
+    (writer.directory / "spare-03").touch()
+    spares.drop(writer.directory)
+    assert os.listdir(writer.directory) == ["spare-00"]
+    assert "spare-00" in caplog.text
+
+
 def test_in_huge_pages_nothing_is_kept(
     writer: SpoolWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +182,7 @@ def test_many_readers_and_writers_share_the_spares_and_every_capture_is_whole(
     def one(i: int) -> None:
         n = LEAST + i * 7 % 30
         captured = read(publish(writer, f"r{i}", n), f"r{i}", n)
-        captured.hand_back()
+        captured.hand_back(spares.SPARES)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(120)))
@@ -156,8 +221,8 @@ def test_a_writer_that_dies_over_a_spare_leaves_nothing_to_read(writer: SpoolWri
     """It writes under a temporary name, and what was read before is nobody's."""
     spares.hand_back(publish(writer, "one", LEAST))
     path = spool_path(writer.directory, "two")
-    assert spares.take(f"{path}.tmp", spares.LEAST_BYTES)
-    with open(f"{path}.tmp", "r+b") as file:  # and here it is killed
+    assert spares.take(f"{path}.7.tmp", spares.LEAST_BYTES)
+    with open(f"{path}.7.tmp", "r+b") as file:  # and here it is killed
         file.write(b"half")
     assert not path.exists()
     read(publish(writer, "two", LEAST), "two", LEAST)

@@ -184,8 +184,8 @@ def test_a_sweep_takes_stale_captures_and_half_written_ones_and_nothing_else(
 ) -> None:
     name = "0123456789abcdef" * 2 + ".safetensors"
     now = time.time()
-    ages = {name: 1000, name + ".err": 1000, name + ".tmp": 100, "notes.txt": 9999}
-    fresh = {"f" * 32 + ".safetensors": 800, "f" * 32 + ".safetensors.tmp": 30}
+    ages = {name: 1000, name + ".err": 1000, name + ".7.tmp": 100, "notes.txt": 9999}
+    fresh = {"f" * 32 + ".safetensors": 800, "f" * 32 + ".safetensors.12.tmp": 30}
     for file, age in (ages | fresh).items():
         (tmp_path / file).write_bytes(b"1234")
         os.utime(tmp_path / file, (now - age, now - age))

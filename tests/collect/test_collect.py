@@ -67,13 +67,14 @@ async def test_a_run_hands_its_captures_back_and_leaves_the_spool_clean(
 ) -> None:
     handed: list[Path] = []
 
-    def noted(path: Path) -> None:
-        spares.hand_back(path)
+    def noted(path: Path, most: int) -> None:
+        spares.hand_back(path, most)
         handed.append(path)
         assert (path.parent / "spare-00").exists()
 
     monkeypatch.setattr("datagen.target.states.hand_back", noted)
     monkeypatch.setattr(spares, "LEAST_BYTES", 1)  # here; its server has others, and takes none
+    monkeypatch.setattr("datagen.collect.conversation.DISCARD_ASIDE_BYTES", 1)
     manifest = await bench.collect_here("handed-back")
     assert len(handed) == manifest.samples.collected > 0
     (spool,) = {path.parent for path in handed}

@@ -18,6 +18,7 @@ from datagen.collect.encoding import (
     QUEUED_PER_THREAD,
     TURN_S,
     EncodePool,
+    short_turns,
     threads_for,
     writers_for,
 )
@@ -234,4 +235,14 @@ async def test_threads_of_a_wide_run_and_of_no_other_take_short_turns(
     assert usual > TURN_S
     with encoders_and_commits(collect_config(target=target)):
         assert sys.getswitchinterval() == pytest.approx(turn_s or usual)
+    assert sys.getswitchinterval() == usual
+
+
+def test_short_turns_of_two_runs_end_with_the_first_that_had_them() -> None:
+    usual = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
     assert sys.getswitchinterval() == usual

@@ -104,6 +104,33 @@ def test_beginning_is_a_hint_which_no_file_has_to_take() -> None:
         os.close(writable)
 
 
+def test_what_waits_is_counted_over_all_files_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    going_on = threading.Event()
+    summed = Digests._sum
+
+    def slow(self: Digests, piece: memoryview) -> None:
+        assert going_on.wait(60)
+        summed(self, piece)
+
+    monkeypatch.setattr(Digests, "_sum", slow)
+    monkeypatch.setattr(digests, "MOST_WAITING_BYTES", 3 * LARGE_BYTES)
+    files = [Digests() for _ in range(4)]
+    for file in files:
+        assert not digests.BACKLOG.full
+        file.add(memoryview(bytes(LARGE_BYTES)))
+    assert digests.BACKLOG.full
+    with ThreadPoolExecutor(1) as pool:
+        more = pool.submit(files[0].add, memoryview(bytes(LARGE_BYTES)))
+        with pytest.raises(TimeoutError):
+            more.result(0.2)
+        going_on.set()
+        more.result(60)
+    assert len({file.sha256() for file in files}) == 2
+    assert not digests.BACKLOG._bytes
+
+
 def test_a_sum_that_fails_fails_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Digests, piece: memoryview) -> None:
         raise MemoryError
@@ -115,3 +142,23 @@ def test_a_sum_that_fails_fails_the_file(monkeypatch: pytest.MonkeyPatch) -> Non
         found.sha256()
     with pytest.raises(MemoryError):
         found.rows()
+    with pytest.raises(MemoryError):
+        found.add(memoryview(b"more"))
+    assert not digests.BACKLOG._bytes
+
+
+def test_a_file_whose_sum_failed_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = pa.record_batch([pa.array([bytes(LARGE_BYTES)], pa.large_binary())], names=["states"])
+    writing = ArrowPart(tmp_path / "file.arrow", batch.schema)
+
+    def broken(self: Digests, piece: memoryview) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Digests, "_sum", broken)
+    writing.append(batch)
+    with pytest.raises(MemoryError):
+        writing.seal()
+    writing.abandon()
+    assert os.listdir(tmp_path) == ["file.arrow.part"]
