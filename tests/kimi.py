@@ -76,6 +76,7 @@ def write_kimi_checkpoint(directory: Path) -> Path:
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "eos_token": "<|im_end|>",
                 "bos_token": "[BOS]",
+                "model_max_length": 8192,  # Kimi's own names none: that case has tests of its own
                 "chat_template": TEMPLATE,
             }
         )

@@ -140,7 +140,7 @@ def disagreement(places: Sequence[ServerChecks]) -> PreflightRed | None:
             found = "its chat endpoint renders the probe conversations otherwise than "
             found += f"{known[0].where} does"
         elif place.contexts_sha256 != asked[0].contexts_sha256:
-            found = "its /v1/tokenize renders the probe conversations otherwise than "
+            found = "for a run it renders the probe conversations otherwise than "
             found += f"{asked[0].where} does"
         else:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +12,12 @@ from datagen.errors import WrongTarget
 from datagen.fanout.rows import Role
 from datagen.fanout.server import Proof, ServerSpec
 from datagen.fanout.window import window_limit
+from datagen.target.chat import TOKENIZE
 from datagen.target.checks.renderings import contexts_sha256
 from datagen.target.client import SGLangClient
 from datagen.target.preflight import ServerReport, inspect_server
+
+PROOF_S = 60.0  # a server that has just come back has no queue
 
 
 def server_specs(
@@ -55,7 +59,9 @@ def guarded(
             if unlike is None and now.context_length < began_as.context_length:
                 unlike = f"context length: {now.context_length} against {began_as.context_length}"
             if unlike is None and contexts is not None and role & Role.GENERATE:
-                rendered = await contexts_sha256(client, config.profile.thinking_kwarg)
+                client.chats.route = TOKENIZE  # it may be a newer release
+                async with asyncio.timeout(PROOF_S):
+                    rendered = await contexts_sha256(client, config.profile.thinking_kwarg)
                 if rendered != contexts:
                     unlike = "what it renders of the probe conversations"
             if unlike is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from datagen.target.failures import EndpointFailure, RowFailure
 from datagen.target.tokens import Message
 
+log = logging.getLogger(__name__)
 TOKENIZE, CHAT = "/v1/tokenize", "/v1/chat/completions"
 Ask = Callable[[str, Any, float], Awaitable[Any]]
 """POST a body to a path and have the answer within so many seconds. Raises RequestFailure."""
@@ -30,20 +32,27 @@ class Chats:
         """The ids to which the server renders a conversation and the generation prompt after it.
 
         `/v1/tokenize` renders as the chat endpoint does, without a forward pass. Before 0.5.19 it fails with
-        500 where the tokenizer names no length, as Kimi's (sgl-project/sglang#16718): where a chat of one
-        token is answered nevertheless, such chats tell the ids from then on. The prefix cache has most
-        of such a prompt when the row itself comes.
+        500 where the tokenizer names no length, as Kimi's (sgl-project/sglang#16718): where it does so
+        twice, and a chat of one token is answered, such chats tell the ids from then on. The prefix
+        cache has most of such a prompt when the row itself comes.
         `kwargs`: of the template. Raises RequestFailure.
         """
-        if self.route == TOKENIZE:
-            body = chat_body(messages, tools, kwargs)
+        body, failed = chat_body(messages, tools, kwargs), ""
+        while self.route == TOKENIZE:
             try:
                 return prompt_ids_of(await self._ask(TOKENIZE, body, self._control_s), "tokens")
             except EndpointFailure as e:
                 if e.reason != "http_500":
                     raise
+                if failed:
+                    break
+                failed = str(e)
         ids = await self.prompt_ids(messages, tools, kwargs)
-        self.route = CHAT
+        if self.route == TOKENIZE:
+            log.warning(
+                "%s answers %s: contexts are rendered by chats of one token", TOKENIZE, failed
+            )
+            self.route = CHAT
         return ids
 
     async def prompt_ids(

@@ -40,6 +40,7 @@ from datagen.target.tokens import Message
 
 ABORT_GRACE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which SGLang's server closes an idle connection
+DUPLICATE = "Duplicate request ID"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 """How a server's end of an idle connection shows: in the first read, or already in the write."""
 IDLE_CLOSE_S = 1.0  # after which a row is not sent again unasked; no engine is replaced in less
@@ -80,21 +81,29 @@ class SGLangClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._routes: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._anew: aiohttp.ClientSession | None = None
+        """Takes a new connection for every request."""
         self._aborts: set[asyncio.Task[None]] = set()
         self._has_metrics = True
         self._deadlines = Deadlines()
         self.chats = Chats(self._ask, control_s=self.timeouts.control, row_s=self.timeouts.row)
 
     async def __aenter__(self) -> SGLangClient:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        self._session = self._connected(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        )
+        self._anew = self._connected(aiohttp.TCPConnector(limit=0, force_close=True))
+        return self
+
+    def _connected(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
             headers=self._headers,
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=READ_BUFFER_BYTES,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect),
         )
-        return self
 
     async def __aexit__(
         self,
@@ -104,8 +113,9 @@ class SGLangClient:
     ) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_GRACE_S)
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, self._anew):
+            if session is not None:
+                await session.close()
 
     # -- control plane -------------------------------------------------------------------------
 
@@ -287,20 +297,31 @@ class SGLangClient:
         raise RowFailure("malformed_answer", orjson.dumps(answer)[:200].decode(errors="replace"))
 
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        """One exchange; asked once more when the server closes an idle connection under it."""
+        """One exchange; once more, over a new connection, when the server closes an idle one under it."""
+        assert self._session is not None, "use SGLangClient as an async context manager"
+        assert self._anew is not None
         began = time.monotonic()
         try:
-            return await self._exchange(method, path, body)
+            return await self._exchange(self._session, method, path, body)
         except EndpointFailure as e:
-            if not isinstance(e.__cause__, CLOSED) or time.monotonic() - began > IDLE_CLOSE_S:
+            lost = e.reason == "connection_lost" and isinstance(e.__cause__, CLOSED)
+            if not lost or time.monotonic() - began > IDLE_CLOSE_S:
                 raise
         try:
-            return await self._exchange(method, path, body)
-        except EndpointFailure as e:  # it was no idle connection: the server died of the first
-            raise EndpointFailure("connection_lost", f"twice, then {e}") from e
+            return await self._exchange(self._anew, method, path, body)
+        except EndpointFailure as e:
+            if e.reason in ("connection_lost", "unreachable"):
+                # it was no idle connection: the server died of the first
+                raise EndpointFailure("connection_lost", f"twice, then {e}") from e
+            raise
+        except RowFailure as e:
+            if DUPLICATE in str(e):  # the first arrived, and is still at work
+                raise EndpointFailure("connection_lost", f"asked twice: {e}") from e
+            raise
 
-    async def _exchange(self, method: str, path: str, body: Any) -> Any:
-        assert self._session is not None, "use SGLangClient as an async context manager"
+    async def _exchange(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: Any
+    ) -> Any:
         data = None
         if body is not None:
             # a copy, for orjson's own bytes keep 16 KB; a ready payload, for aiohttp would seek its kind
@@ -308,7 +329,7 @@ class SGLangClient:
             data = aiohttp.BytesPayload(exact, content_type="application/json")
         url = self._routes.get(path) or self._routes.setdefault(path, URL(self.url + path))
         try:
-            async with self._session.request(method, url, data=data) as response:
+            async with session.request(method, url, data=data) as response:
                 payload = await response.read()
                 status, headers = response.status, response.headers
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:

@@ -188,7 +188,7 @@ def test_where_the_tokenize_route_fails_chats_of_one_token_tell_the_ids(
     place = checked(settings(checkpoint, tmp_path, no_tokenize))
     status, measured, _ = result(place, "rendering")
     assert (status, place.rendering) == ("ok", "server")
-    assert "(/v1/tokenize fails: by chats of one token)" in measured
+    assert "(by chats of one token: /v1/tokenize answers 500)" in measured
     assert not place.reds()
     usual = checked(settings(checkpoint, tmp_path, typescript))
     assert place.contexts_sha256 == usual.contexts_sha256, "a run may go on in either release"
@@ -379,7 +379,7 @@ def test_where_the_risk_is_accepted_a_server_renders_whose_ids_nobody_knows() ->
         rendering_of([unknown, place("http://b", "server", "x"), place("http://c", "server", "y")])
     seen = [replace(unknown, contexts_sha256=ids) for ids in ("x", "y")]
     with pytest.raises(
-        PreflightRed, match="/v1/tokenize renders the probe conversations otherwise"
+        PreflightRed, match="for a run it renders the probe conversations otherwise"
     ):
         rendering_of(seen)
 

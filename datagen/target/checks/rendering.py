@@ -69,7 +69,9 @@ def check_rendering(subject: Subject, found: Evidence) -> Finding:
         if who == "server" and rendered.server != rendered.told:
             said = rendered.server
             if not isinstance(said, list):
-                return red(f"'{name}': /v1/tokenize: {said}", expected, UNTOLD_FIX)
+                return red(
+                    f"'{name}': {TOKENIZE}, or a chat in its place: {said}", expected, UNTOLD_FIX
+                )
             return red(
                 _difference(name, said, rendered.told, "by /v1/tokenize", "in the chat"),
                 expected,
@@ -77,8 +79,9 @@ def check_rendering(subject: Subject, found: Evidence) -> Finding:
             )
     told = f"{len(found.rendered)} conversations, {n_ids:,} ids"
     if who == "server":
-        route = subject.client.chats.route
-        how = "" if route == TOKENIZE else f" ({TOKENIZE} fails: by chats of one token)"
+        how = ""
+        if subject.client.chats.route != TOKENIZE:
+            how = f" (by chats of one token: {TOKENIZE} answers 500)"
         return ok(
             f"rendered by the server{how}: {told}" + (f"; {first}" if first else ""), expected
         )

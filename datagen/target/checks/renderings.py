@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from datagen.target.chat import CHAT
 from datagen.target.checks.subject import Subject
 from datagen.target.client import SGLangClient
 from datagen.target.failures import RequestFailure, RowFailure
@@ -129,7 +130,9 @@ async def contexts_sha256(client: SGLangClient, thinking_kwarg: str | None) -> s
 async def render_all(subject: Subject) -> dict[str, Rendered]:
     """Every conversation, here and by the server; failures become evidence."""
     asked = conversations(subject.profile.thinking_kwarg)
-    done = await asyncio.gather(*(_render(subject, c) for c in asked.values()))
+    first, *others = asked.values()
+    done = [await _render(subject, first)]  # which shows by what route the server renders
+    done += await asyncio.gather(*(_render(subject, c) for c in others))
     return dict(zip(asked, done, strict=True))
 
 
@@ -147,7 +150,8 @@ async def _render(subject: Subject, conversation: Conversation) -> Rendered:
     except RequestFailure as e:
         chat = e
     try:
-        server = await subject.client.render(messages, tools, kwargs)
+        chats = subject.client.chats
+        server = chat if chats.route == CHAT else await chats.render(messages, tools, kwargs)
     except RequestFailure as e:
         server = e
     return Rendered(ours, chat, server)
