@@ -92,13 +92,19 @@ def rendered_at(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,
     kwargs: dict[str, Any] | None = None,
+    *,
+    names_length: bool = False,
 ) -> list[int]:
-    """As a run has it rendered: by `/v1/tokenize`, which before 0.5.19 needs a tokenizer with a length."""
+    """As a run has it rendered: by `/v1/tokenize`, which before 0.5.19 needs a tokenizer with a length.
+
+    `names_length`: the served one does.
+    """
 
     async def asked() -> list[int]:
         async with SGLangClient(url) as client:
             ids = await client.render(messages, tools, kwargs or {})
-            assert client.chats.route == (CHAT if is_before(url, "0.5.19") else TOKENIZE)
+            fails = is_before(url, "0.5.19") and not names_length
+            assert client.chats.route == (CHAT if fails else TOKENIZE)
             return ids
 
     return asyncio.run(asked())

@@ -53,7 +53,8 @@ def test_both_render_alike_and_preflight_has_the_server_render(
             status, chat = post(server.url, "/v1/chat/completions", asked)
             assert status == 200, chat
             told = chat["choices"][0]["prompt_token_ids"]
-            assert rendered_at(server.url, messages, tools, kwargs) == told, name
+            found = rendered_at(server.url, messages, tools, kwargs, names_length=True)
+            assert found == told, name
             if tools and is_before(server.url, "0.5.18"):
                 continue  # tools come with other keys, in another order
             assert rendered(body, template) == told, (
