@@ -30,6 +30,11 @@ FLAGS = (
     # else decodes wait until no prefill does
     *(("--prefill-decode-interval", "1") if VERSION == NEWEST else ()),
 )  # fmt: skip
+CUDA_OF_TORCH = """
+import runpy
+from importlib.util import find_spec
+print(runpy.run_path(find_spec("torch").submodule_search_locations[0] + "/version.py")["cuda"])
+"""  # torch itself cannot be imported before what it needs is there
 SGL_KERNEL = '''"""Stub: sgl_kernel has no CPU wheel; any name imports, and raises when called."""
 __version__ = "0.4.10"
 
@@ -100,7 +105,7 @@ def ensure() -> Path:
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     pip += ["--quiet", "--no-deps", "--only-binary=:all:"]
     _run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), *torch)
-    cuda = _run(str(venv / "bin" / "python"), "-c", "import torch; print(torch.version.cuda)")
+    cuda = _run(str(venv / "bin" / "python"), "-c", CUDA_OF_TORCH)
     if cuda.strip() != "None":
         raise Unbuildable(
             "the registry's torch is a CUDA build: set TORCH_ARGS to an index of CPU builds"
